@@ -231,3 +231,16 @@ def test_values_are_not_converted(tmp_path):
     path = tmp_path / "Q.JSONL"
     path.write_text('{"question": "q", "answer": 12345678901234567.5}\n\n{"question": 1, "answer": false}\n')
     assert load_questions(str(path))["solution"][:] == ["$12345678901234567.5$", "$\\text{False}$"]
+
+
+def test_reward_functions_of_your_own_get_all_columns(tmp_path):
+    path = write(tmp_path / "q.jsonl", [{"question": "q", "level": 3, "solution": 4.5}])
+    rows = load_questions(path, needs_answers=False, keep_columns=True)
+    prompt = [{"role": "user", "content": "q"}]
+    assert rows[:] == {"question": ["q"], "level": [3], "solution": [4.5], "prompt": [prompt]}
+    [row] = load_questions(path, keep_columns=True)
+    assert (row["level"], row["solution"]) == (3, "$4.5$") and row["prompt"][0]["content"] == f"q\n\n{INSTRUCTION}"
+    for levels in ((1, "x"), ("x", 1), (10**30, 1)):
+        path = write(tmp_path / "q.jsonl", [{"question": "q", "answer": "a", "level": level} for level in levels])
+        with pytest.raises(ValueError, match=r"A column of .*q.jsonl mixes types: "):
+            load_questions(path, keep_columns=True)

@@ -3,15 +3,18 @@
 import itertools
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
 from tiny import ENGINE, SHARED, save_tiny
 
-from trl_qurl.lab.recipes import grpo, ppo
+import trl_qurl
+from trl_qurl.lab import grading
+from trl_qurl.lab.recipes import grpo, ppo, rloo
 from trl_qurl.lab.recipes.arguments import merge_settings, recipes, take_files
-from trl_qurl.lab.recipes.questions import checkpoint_to_resume, punishments
+from trl_qurl.lab.recipes.questions import checkpoint_to_resume, load_rewards, punishments
 from trl_qurl.trainers.run_log import read_run
 
 ROOT = Path(__file__).parents[1]
@@ -203,6 +206,57 @@ def test_a_length_penalty_for_every_length_is_refused(tmp_path):
     for cache in (0, 100, 200):
         with pytest.raises(ValueError, match=f"soft_overlong_cache={cache} .* max_completion_length=100"):
             punishments(cache, config)
+
+
+@pytest.fixture
+def my_rewards(tmp_path, monkeypatch):
+    """A module of reward functions in the working directory, which has a name of its own for each test."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    name = f"rewards_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text("def level_reward(completions, level, **kwargs):\n    return level\n")
+    return name
+
+
+def test_reward_functions_by_name_and_by_path(my_rewards):
+    mine = load_rewards([f"{my_rewards}.level_reward", f"{my_rewards}:level_reward"])
+    assert [function([], level=[2]) for function in mine] == [[2], [2]]
+    names = ["accuracy_reward", "think_format_reward", "get_soft_overlong_punishment", "trl.rewards.accuracy_reward"]
+    ours, think, overlong, theirs = load_rewards(names)
+    assert ours is grading.accuracy_reward and theirs is not ours and think.__name__ == "think_format_reward"
+    assert overlong(completion_ids=[[0] * 1024, [0] * 1280]) == [0.0, -1.0], "as with TRL's command"
+    for wrong in ("acuracy_reward", "no_such_module.length", f"{my_rewards}.level"):
+        with pytest.raises(ValueError, match=rf"--reward_funcs {wrong} cannot be loaded .* import path of a function"):
+            load_rewards([wrong])
+
+
+@pytest.mark.parametrize("recipe", [grpo, ppo, rloo], ids=["grpo", "ppo", "rloo"])
+@pytest.mark.parametrize("is_graded", [False, True])
+def test_reward_functions_reach_the_trainer(recipe, is_graded, my_rewards, model, tmp_path, monkeypatch):
+    class Built(Exception):
+        """What the trainer was built with."""
+
+    def build(**arguments):
+        raise Built(arguments)
+
+    monkeypatch.setattr(trl_qurl, f"QuRL{recipe.__name__.rpartition('.')[2].upper()}Trainer", build)
+    (tmp_path / "few.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
+    (tmp_path / "q.jsonl").write_text('{"question": "1 + 1?", "level": 2, "answer": "2"}\n')
+    names = [f"{my_rewards}.level_reward", *["accuracy_reward"] * is_graded]
+    argv = ["--model", model, "--dataset", tmp_path / "q.jsonl", "--reward_funcs", *names, "--output_dir", tmp_path]
+    with pytest.raises(Built) as caught:
+        recipe.train(*recipe.parse_arguments([*ON_CPU, *map(str, argv)]))
+    with pytest.raises(
+        ValueError, match=r"'level_reward' \(missing .* 'level'\): it passes .* question, answer.* by name"
+    ):
+        recipe.train(*recipe.parse_arguments([*ON_CPU, *map(str, argv), "--dataset", str(tmp_path / "few.jsonl")]))
+    [built] = caught.value.args
+    assert [function.__name__ for function in built["reward_funcs"]] == ["level_reward", "accuracy_reward"][
+        : len(names)
+    ]
+    [row] = built["train_dataset"]
+    assert (row["level"], row["answer"], row.get("solution")) == (2, "2", "$2$" if is_graded else None)
+    assert row["prompt"][0]["content"].endswith("boxed{}.") == is_graded
 
 
 def test_saving_in_8_bits_needs_a_format(tmp_path):

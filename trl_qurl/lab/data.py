@@ -12,7 +12,7 @@ import json
 import shlex
 import zlib
 from io import BytesIO, StringIO
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,7 @@ def load_questions(
     question_column: str | None = None,
     answer_column: str | None = None,
     needs_answers: bool = True,
+    keep_columns: bool = False,
 ) -> Dataset:
     """Load questions as a data set with the columns `prompt` (a conversation) and `solution` (see `as_solution`).
 
@@ -48,6 +49,8 @@ def load_questions(
             `INSTRUCTION` is appended.
         answer_column: Defaults to `ANSWER_COLUMNS`. Lists of answers are joined with commas.
         needs_answers: Whether rows must have an answer; if not, `solution` is empty.
+        keep_columns: Whether to keep the other columns, for your own reward functions. Without `needs_answers`, this
+            also leaves `solution` as it is and appends no `INSTRUCTION`.
 
     Returns:
         One row per question, in the original order.
@@ -57,23 +60,30 @@ def load_questions(
         ValueError: If the file cannot be read, or a question or an answer is missing or malformed.
     """
     from datasets import Dataset, load_dataset
+    from pyarrow import ArrowException
 
     if limit is not None and limit < 1:
         raise ValueError(f"limit={limit} leaves no questions: give a positive number, or None for all questions.")
     is_path = name_or_path.startswith((".", "/", "~")) or Path(name_or_path).exists()
     is_local = is_path or _suffix(name_or_path) in SUFFIXES
-    rows = _read(name_or_path) if is_local else load_dataset(name_or_path, config, split=split)
+    rows: Any = _read(name_or_path, keep_columns) if is_local else load_dataset(name_or_path, config, split=split)
     if len(rows) == 0:
         raise ValueError(f"{name_or_path} contains no questions.")
+    rows = list(islice(rows, limit))
+    instruction = f"\n\n{INSTRUCTION}" if needs_answers or not keep_columns else ""
     questions, solutions = [], []
     question_names = (question_column,) if question_column else QUESTION_COLUMNS
     columns: dict[str, tuple[str, ...]] = {"question_column": question_names}
     columns |= {"answer_column": (answer_column,) if answer_column else ANSWER_COLUMNS} if needs_answers else {}
-    for number, row in enumerate(islice(rows, limit), start=1):
+    for number, row in enumerate(rows, start=1):
         question, *answers = _pick(row, columns, name_or_path, number)
-        questions.append(_instructed(question, name_or_path, number))
+        questions.append(_as_conversation(question, instruction, name_or_path, number))
         solutions.append(_as_solution(answers[0], name_or_path, number) if answers else "")
-    return Dataset.from_dict({"prompt": questions, "solution": solutions})
+    data = {name: [row.get(name) for row in rows] for name in dict.fromkeys(chain(*rows)) if keep_columns}
+    try:
+        return Dataset.from_dict(data | {"prompt": questions} | ({"solution": solutions} if instruction else {}))
+    except (ArrowException, OverflowError) as error:
+        raise ValueError(f"A column of {name_or_path} mixes types: {error}") from error
 
 
 def _suffix(path: str) -> str:
@@ -87,7 +97,7 @@ def _as_solution(answer: Any, source: str, number: int) -> str:
     return as_solution(", ".join(map(str, parts)))
 
 
-def _instructed(question: Any, source: str, number: int) -> list[dict[str, str]]:
+def _as_conversation(question: Any, instruction: str, source: str, number: int) -> list[dict[str, str]]:
     """Turn a question into a conversation that ends with the instruction."""
     messages = [{"role": "user", "content": str(question)}] if isinstance(question, str | int | float) else question
     try:
@@ -101,10 +111,11 @@ def _instructed(question: Any, source: str, number: int) -> list[dict[str, str]]
             f"The question in row {number} of {source} is neither a text nor a conversation. A conversation is a list "
             'of messages {"role": ..., "content": a text} that ends with the role "user".'
         )
-    return [*earlier, {"role": "user", "content": f"{last['content']}\n\n{INSTRUCTION}"}]
+    return [*earlier, {"role": "user", "content": last["content"] + instruction}]
 
 
-def _read(name: str) -> list[Any]:
+def _read(name: str, converts: bool) -> list[Any]:
+    """Read a local file; unless `converts`, JSON numbers stay as they are written, because 1.50 may be an answer."""
     path, suffix = Path(name).expanduser(), _suffix(name)
     if not path.is_file():
         raise FileNotFoundError(
@@ -129,15 +140,16 @@ def _read(name: str) -> list[Any]:
                 raise ValueError(f"several columns are named {', '.join(repeated)}; rename all but one.")
             return list(table)
         if text.lstrip().startswith("["):
-            return _decode(text, 0)
-        return [_decode(line, number) for number, line in enumerate(text.split("\n")) if line.strip()]
+            return _decode(text, 0, converts)
+        return [_decode(line, number, converts) for number, line in enumerate(text.split("\n")) if line.strip()]
     except (ValueError, OSError, EOFError, csv.Error, zlib.error) as error:  # pyarrow raises ValueErrors
         raise ValueError(f"{path} cannot be read as {suffix[1:]}: {error}") from error
 
 
-def _decode(text: str, lines_before: int) -> Any:
-    try:  # numbers stay as they are written, and JSON has no NaN
-        return json.loads(text, parse_int=str, parse_float=str, parse_constant=lambda name: None)
+def _decode(text: str, lines_before: int, converts: bool) -> Any:
+    numbers: Any = {} if converts else {"parse_int": str, "parse_float": str}
+    try:
+        return json.loads(text, **numbers, parse_constant=lambda name: None)  # JSON has no NaN
     except json.JSONDecodeError as error:
         raise ValueError(f"{error.msg} in line {lines_before + error.lineno}, column {error.colno}") from error
 

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +23,7 @@ from trl_qurl.lab.packages import require
 from trl_qurl.lab.recipes.arguments import parse
 
 if TYPE_CHECKING:
+    from datasets import Dataset
     from trl import ModelConfig
 
     from trl_qurl import QuRLGRPOConfig, QuRLRLOOConfig
@@ -42,6 +45,9 @@ DEFAULTS: dict[str, Any] = {
 }
 """Changes to TRL's defaults in all recipes."""
 
+GRADING = {"accuracy_reward", "reasoning_accuracy_reward"}
+"""Reward functions that compare answers with those of the data."""
+
 
 @dataclass
 class ScriptArguments:
@@ -54,7 +60,14 @@ class ScriptArguments:
     dataset_split: str = option("train", "Split of a Hub dataset.")
     dataset_limit: int | None = option(None, "Train only on the first N questions.")
     question_column: str | None = option(None, "Column of the questions. Defaults to question, problem or prompt.")
-    answer_column: str | None = option(None, "Column of the answers. Defaults to answer or final_answer.")
+    answer_column: str | None = option(
+        None, "Column of the answers. Defaults to answer, final_answer, solution or ground_truth."
+    )
+    reward_funcs: list[str] | None = option(
+        None,
+        "Reward functions, by default accuracy_reward; also reasoning_accuracy_reward, think_format_reward, "
+        "get_soft_overlong_punishment, and import paths (my_rewards.length), which get all columns of the data.",
+    )
     soft_overlong_cache: int | None = option(
         None,
         "Soft overlong punishment (DAPO): lowers the reward by up to 1 over the last N tokens before "
@@ -68,6 +81,20 @@ class ScriptArguments:
     )
     eval_tasks_steps: int = option(100, "Optimizer steps between these evaluations.")
     eval_tasks_limit: int | None = option(None, "Use only the first N questions of each benchmark.")
+
+    def load_questions(self) -> Dataset:
+        """Load the questions, and log how their answers are compared."""
+        from trl_qurl.lab.data import load_questions
+        from trl_qurl.lab.grading import is_text
+
+        logger.info("Loading the questions of %s.", self.dataset)
+        source = self.dataset, self.dataset_split, self.dataset_config, self.dataset_limit
+        is_graded, columns = self.reward_funcs is None or GRADING & {*self.reward_funcs}, bool(self.reward_funcs)
+        questions = load_questions(*source, self.question_column, self.answer_column, bool(is_graded), columns)
+        if is_graded:
+            texts = sum(map(is_text, questions["solution"]))
+            logger.info("%d answers are compared as mathematics, %d as text.", len(questions) - texts, texts)
+        return questions
 
 
 @dataclass(frozen=True)
@@ -91,24 +118,25 @@ class Recipe:
         return parse(self.command, self.script_arguments, self.defaults, argv)
 
     def train(self, script_args: Any, training_args: Any, model_args: ModelConfig) -> Any:
-        """Train on the questions with a reward for correct answers, save to `output_dir`, and return the trainer."""
+        """Train on the questions, save to `output_dir`, and return the trainer."""
         quiet()
         keep_freed_memory()
         from trl import get_peft_config
 
         import trl_qurl
-        from trl_qurl.lab.data import load_questions
         from trl_qurl.lab.evaluation.callback import TaskEvaluationCallback
-        from trl_qurl.lab.grading import accuracy_reward, is_text
         from trl_qurl.lab.progress import use_step_lines
+        from trl_qurl.trainers.arguments import check_reward
 
         _set_up_logging(training_args)
         checkpoint = self._check_arguments(script_args, training_args, model_args)
-        logger.info("Loading the questions of %s.", script_args.dataset)
-        source = script_args.dataset, script_args.dataset_split, script_args.dataset_config, script_args.dataset_limit
-        questions = load_questions(*source, script_args.question_column, script_args.answer_column)
-        texts = sum(map(is_text, questions["solution"]))
-        logger.info("%d answers are compared as mathematics, %d as text.", len(questions) - texts, texts)
+        rewards = load_rewards(script_args.reward_funcs or ["accuracy_reward"])
+        questions = script_args.load_questions()
+        try:
+            for function in rewards:
+                check_reward(function, training_args, {"train_dataset": questions})
+        except TypeError as error:  # in a script it is a bug, but here a wrong column
+            raise ValueError(str(error)) from error
         check_prompts(questions["prompt"], script_args.dataset, training_args, model_args)
         tasks, steps, limit = script_args.eval_tasks, script_args.eval_tasks_steps, script_args.eval_tasks_limit
         evaluations = [TaskEvaluationCallback(tasks, steps, limit)] if tasks else []
@@ -118,7 +146,7 @@ class Recipe:
         logger.info("Loading %s.", model_args.model_name_or_path)
         trainer = getattr(trl_qurl, f"QuRL{self.command.upper()}Trainer")(
             model=model_args.model_name_or_path,
-            reward_funcs=[accuracy_reward, *punishments(script_args.soft_overlong_cache, training_args)],
+            reward_funcs=[*rewards, *punishments(script_args.soft_overlong_cache, training_args)],
             args=training_args,
             train_dataset=questions,
             peft_config=get_peft_config(model_args),
@@ -141,7 +169,8 @@ class Recipe:
         """Report wrong names before starting an engine, and return the checkpoint to resume from."""
         from transformers.integrations import get_available_reporting_integrations
 
-        require("Grading answers", "math_verify", extra="math")
+        if GRADING & {*(script_args.reward_funcs or GRADING)}:
+            require("Grading answers", "math_verify", extra="math")
         available = get_available_reporting_integrations()
         if missing := {*training_args.report_to}.difference(available, ("azure_ml", "flyte")):  # never listed
             ways = f"install its package, or use {', '.join(available)} or none"
@@ -184,6 +213,25 @@ def checkpoint_to_resume(requested: str | bool | None, output_dir: str) -> str |
             f"checkpoints in {output_dir}: {', '.join(complete) or 'none'}. To start over, remove the option."
         )
     return checkpoint
+
+
+def load_rewards(names: Sequence[str]) -> list[Any]:
+    """Return reward functions by import path, or by a name of `trl.rewards`, of which `accuracy_reward` is ours."""
+    from trl.rewards import get_soft_overlong_punishment
+
+    from trl_qurl.lab.grading import accuracy_reward
+
+    sys.path.insert(0, os.getcwd())  # this, and the two numbers, as in `trl grpo`
+    overlong = get_soft_overlong_punishment(1280, 256)
+    ours, loaded = {"accuracy_reward": accuracy_reward, "get_soft_overlong_punishment": overlong}, []
+    for path in (name.replace(":", ".") for name in names):
+        module, _, name = f"{'' if '.' in path else 'trl.rewards.'}{path}".rpartition(".")
+        try:
+            loaded.append(ours.get(path) or getattr(import_module(module), name))
+        except (ImportError, AttributeError) as error:
+            ways = "give the import path of a function, such as my_rewards.length, or a name that --help lists"
+            raise ValueError(f"--reward_funcs {path} cannot be loaded ({error}): {ways}.") from error
+    return loaded
 
 
 def punishments(soft_overlong_cache: int | None, training_args: QuRLGRPOConfig | QuRLRLOOConfig) -> list[Any]:
