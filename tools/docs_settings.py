@@ -21,7 +21,7 @@ SEE = {
     "quantization_ignore": "choosing.md#layers-in-other-formats",
     "uaq_scale": "choosing.md#uaqs-s-and-the-learning-rate",
     "smooth_activations": "mismatch.md#large-activations",
-    "round_base": "lora.md",
+    "round_base": "choosing.md#a-rounded-base",
     "sync_check_interval": "reliability.md#how-a-sync-is-checked",
     "objective": "settings.md#objectives",
     "rollouts_ahead": "scaling.md#generate-while-you-train",
