@@ -4,20 +4,21 @@ import json
 import math
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from trl_qurl.cli import main
-from trl_qurl.lab.curves import Points, final_value, points_of, smooth
-from trl_qurl.lab.report import Seconds, label_runs, seconds_per_rollout
+from trl_qurl.lab.curves import Points, final_value, interval, points_of, smooth
+from trl_qurl.lab.report import draw_report, label_runs, seconds_per_rollout
 from trl_qurl.trainers.run_log import Run
 
 SETTINGS = {"rollout_quantization": "int8", "objective": "acr", "seed": 0, "updates_per_rollout": 4}
 
 
 def run_of(rows=(), **changed):
-    return Run("run.jsonl", {**SETTINGS, **changed}, [dict(row) for row in rows])
+    return Run(Path("runs/run.jsonl"), {**SETTINGS, **changed}, [dict(row) for row in rows])
 
 
 def write_run(directory, rows, **changed):
@@ -28,12 +29,12 @@ def write_run(directory, rows, **changed):
 
 
 def test_metrics_over_rollouts():
-    rows = [{"step": 4, "reward": 1}, {"step": 8, "reward": None}, {"step": 10, "reward": math.nan}]
+    rows = [{"step": 1, "reward": 1}, {"step": 8, "reward": None}, {"step": 10, "reward": math.nan}]
     rows += [{"step": 12, "other": 3.0}, {"step": 16, "reward": 0.25}, {"step": 18, "reward": "text"}]
     rollouts, values = points_of(run_of(rows), "reward")
-    assert rollouts.tolist() == [1, 4]  # 4 / 4 and 16 / 4
+    assert rollouts.tolist() == [1, 4]  # 1 / 4, rounded up, and 16 / 4
     assert values.tolist() == [1, 0.25]
-    assert points_of(run_of(rows, updates_per_rollout=None), "reward").rollouts.tolist() == [4, 16]  # steps
+    assert points_of(run_of(rows, updates_per_rollout=None), "reward").rollouts.tolist() == [1, 16]  # steps
     points = Points(np.arange(1.0, 6), np.array([1.0, 5, 3, 4, 2]))
     # Window 3: the neighbors on either side, and at the ends only one: (1+5)/2, (1+5+3)/3, (5+3+4)/3, (3+4+2)/3, 3.
     assert smooth(points, 3).values.tolist() == [3, 3, 4, 3, 3]
@@ -41,6 +42,25 @@ def test_metrics_over_rollouts():
     assert final_value(Points(np.arange(1.0, 31), np.arange(1.0, 31))) == 20.5  # the mean of 11 to 30
     assert final_value(Points(np.array([50.0, 100]), np.array([1.0, 3]))) == 3  # logged every 50 rollouts
     assert final_value(Points(np.empty(0), np.empty(0))) is None
+    # Wilson's interval of 16 of 32: (16 + 1.92 ± 1.96 √(8 + .96)) / (32 + 3.84), and of 0 of 32: 3.84 / 35.84.
+    ends = interval(Points(np.array([0.0, 10]), np.array([0.5, 0])), Points(np.array([10.0]), np.array([32.0])))
+    np.testing.assert_allclose(ends, [[0.336, 0], [0.664, 0.107]], atol=1e-3)
+
+
+def test_panels_of_the_picture(tmp_path, monkeypatch):
+    drawn: list = []
+    draw = pytest.importorskip("matplotlib.figure").Figure.draw_without_rendering
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, *_, **kw: drawn.append(self) or draw(self))
+    row = {"step": 4, "reward": 0.0, "mismatch/kl_k3": 0.001, "mismatch/ratio_max": 1.8}
+    held_out = {"step": 8, "mismatch/kl_k3": 0.04, "held_out_accuracy": 0.5, "held_out_answers": 32}
+    for rows in ([row], [row, row | held_out]):
+        draw_report({"INT8": run_of(rows, model="my/model")}, tmp_path / "picture.png")
+    (wide, narrow, _), (reward, accuracy, kl, ratio) = (figure.axes for figure in drawn)
+    assert wide.get_position().width > 1.5 * narrow.get_position().width  # no empty quarter
+    assert reward.get_ylim() == (-0.02, 1.02) and reward.get_figure().get_suptitle() == "model"
+    assert len(accuracy.collections) == 1 and accuracy.get_title("left") == "Held out accuracy, 95 % intervals"
+    ticks = [[text.get_text() for text in axes.get_yticklabels(which="both")] for axes in (kl, ratio)]
+    assert {"0.001", "0.002", "0.005", "0.01"} <= {*ticks[0]} and not any("10^" in tick for tick in sum(ticks, []))
 
 
 def test_seconds_per_rollout():
@@ -48,10 +68,10 @@ def test_seconds_per_rollout():
     seconds |= {"time/update_s": 1.25, "step_time": 5.5}
     rows = [{"step": 4, **seconds, "time/generate_s": 100.0}, {"step": 8, **seconds}]
     # The first rollout is left out. The parts are 10 + 3 + 1.5 + 4 x 1.25 = 19.5; four steps of 5.5 are 22.
-    assert seconds_per_rollout(run_of(rows)) == Seconds(22, 10, 3)
-    assert seconds_per_rollout(run_of(rows[:1])).generation == 100  # the only one
+    assert seconds_per_rollout(run_of(rows)) == (22, 10, 3)
+    assert seconds_per_rollout(run_of(rows[:1]))[1] == 100  # the only one
     # Slow optimizers: 10 + 3 + 1.5 + 4 x 5 = 34.5.
-    assert seconds_per_rollout(run_of([{"step": 4, **seconds, "time/update_s": 5.0}])).total == 34.5
+    assert seconds_per_rollout(run_of([{"step": 4, **seconds, "time/update_s": 5.0}]))[0] == 34.5
 
 
 @pytest.mark.parametrize(

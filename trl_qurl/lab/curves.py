@@ -30,26 +30,27 @@ class Points(NamedTuple):
     values: Values
 
 
-def updates_per_rollout(run: Run) -> float:
-    """Return the optimizer updates per rollout; 1 if the run's settings do not include them."""
-    return float(run.settings.get("updates_per_rollout") or 1)
-
-
 def points_of(run: Run, metric: str) -> Points:
-    """Return the finite values of a metric over rollouts."""
-    updates = updates_per_rollout(run)
-    logged = [(step / updates, value) for step, value in run.series(metric) if math.isfinite(value)]
+    """Return the finite values of a metric over rollouts. A row from within a rollout counts for that rollout."""
+    updates = run.settings.get("updates_per_rollout") or 1
+    logged = [(math.ceil(step / updates), value) for step, value in run.series(metric) if math.isfinite(value)]
     return Points(*np.array(logged, dtype=np.float64).reshape(-1, 2).T)
 
 
 def final_value(points: Points, window: int = FINAL_ROLLOUTS) -> float | None:
     """Average the metric over the `window` rollouts up to its last logged value."""
-    if not points.values.size:
-        return None
-    return float(points.values[points.rollouts > points.rollouts[-1] - window].mean())
+    values = points.values[points.rollouts > max(points.rollouts, default=0) - window]
+    return float(values.mean()) if values.size else None
+
+
+def interval(points: Points, answers: Points) -> tuple[Values, Values]:
+    """Return the ends of Wilson's 95 % intervals of shares of right answers; `answers` counts them at each point."""
+    z2, n, share = 1.96**2, np.interp(points.rollouts, *answers), points.values
+    half = np.sqrt(z2 * (share * (1 - share) + z2 / (4 * n)) / n)
+    return (share + z2 / (2 * n) - half) / (1 + z2 / n), (share + z2 / (2 * n) + half) / (1 + z2 / n)
 
 
 def smooth(points: Points, window: float) -> Points:
-    """Average each value with those within (window − 1) / 2 rollouts; fewer near the ends."""
+    """Average each value with those within (window − 1) / 2 rollouts, because single rollouts are noisy."""
     near = np.abs(points.rollouts[:, None] - points.rollouts) <= (window - 1) / 2  # (N, N)
     return Points(points.rollouts, near @ points.values / near.sum(1))

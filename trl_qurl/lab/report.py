@@ -10,13 +10,13 @@ import argparse
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from trl_qurl.lab.comparison import label as format_label
 from trl_qurl.lab.comparison import new_table
-from trl_qurl.lab.curves import COLORS, DASHES, FINAL_ROLLOUTS, final_value, points_of, smooth, updates_per_rollout
+from trl_qurl.lab.curves import COLORS, DASHES, FINAL_ROLLOUTS, final_value, interval, points_of, smooth
 from trl_qurl.lab.packages import require
-from trl_qurl.trainers.run_log import Run, read_run
+from trl_qurl.trainers.run_log import RUN_LOG, Run, read_run
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -27,20 +27,11 @@ UNNAMED = ("model", "rollout_quantization", "algorithm", "objective")
 """Settings that a label shows first, by their values alone."""
 
 BOOKKEEPING = re.compile(
-    r"(arm|commit|dataloader|date|ddp|debug|disable_tqdm|do|eval|hardware|hub|local_rank|log|logging"
-    r"|num_completions_to_print|output_dir|project|push_to_hub|report_to|resume_from_checkpoint"
-    r"|rollout_checkpoint_dir|run_name|save|sync_check|trackio|versions|vllm_group_port"
-    r"|vllm_request_timeout|vllm_server|weight_metrics)(_|$)"
+    r"(arm|commit|dataloader|date|ddp|debug|disable_tqdm|do|eval|hardware|hub|local_rank|log|logging|output_dir|project"
+    r"|num_completions_to_print|push_to_hub|report_to|resume_from_checkpoint|rollout_checkpoint_dir|run_name|save"
+    r"|sync_check|trackio|versions|vllm_(group_port|request_timeout|server)|weight_metrics)(_|$)"
 )
 """Settings of environment, output, measurements and engine connection, which do not change the method."""
-
-
-class Seconds(NamedTuple):
-    """Mean seconds of a rollout with its updates; `total` is a lower bound."""
-
-    total: float
-    generation: float
-    sync: float
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,9 +48,8 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     logs = [read_run(path) for path in args.runs]
-    for log in logs:
-        if not log.rows:
-            raise ValueError(f"{log.path} has no rows yet: leave this run out, or wait for its first logging_steps.")
+    if empty := [log.path for log in logs if not log.rows]:
+        raise ValueError(f"{empty[0]} has no rows yet: leave this run out, or wait for its first logging_steps.")
     runs = label_runs(logs)
     draw_report(runs, args.output)
     Console().print(build_table(runs))
@@ -79,12 +69,9 @@ def label_runs(runs: Sequence[Run]) -> dict[str, Run]:
     shown.sort(key=lambda name: UNNAMED.index(name) if name in UNNAMED else len(UNNAMED))
     labels: dict[str, Run] = {}
     for run in runs:
-        label = text = ", ".join(_describe(name, run.settings[name]) for name in shown) or "run"
-        number = 1
-        while label in labels:
-            number += 1
-            label = f"{text} #{number}"
-        labels[label] = run
+        text = ", ".join(_describe(name, run.settings[name]) for name in shown) or "run"
+        number = 1 + sum(label.partition(" #")[0] == text for label in labels)
+        labels[text if number == 1 else f"{text} #{number}"] = run
     return labels
 
 
@@ -97,14 +84,15 @@ def _describe(name: str, value: Any) -> str:
 def held_out_scores(runs: Runs) -> list[str]:
     """Return the logged metrics that score held-out questions."""
     logged = {name for run in runs.values() for row in run.rows for name in row}
-    return sorted(name for name in logged if re.fullmatch(r"expected_accuracy|eval_reward|eval_.*_avg@1", name))
+    return sorted(
+        name for name in logged if re.fullmatch(r"(expected|held_out)_accuracy|eval_(reward|.*_avg@1)", name)
+    )
 
 
-def seconds_per_rollout(run: Run) -> Seconds:
-    """Average the seconds of a rollout, without the first one, which includes the warm-up; 0 if they were not logged.
+def seconds_per_rollout(run: Run) -> tuple[float, float, float]:
+    """Average the seconds of a rollout with its updates (a lower bound), its generation and its sync; 0 if not logged.
 
-    `time/update_s` and `step_time` are seconds per optimizer update, the others per rollout. TRL's `step_time`
-    includes everything except the optimizer's own step.
+    The first rollout, which includes the warm-up, is left out. `time/update_s` and `step_time` are those of an update.
     """
 
     def mean(metric: str) -> float:
@@ -112,10 +100,10 @@ def seconds_per_rollout(run: Run) -> Seconds:
         later = values[rollouts > 1] if (rollouts > 1).any() else values
         return float(later.mean()) if later.size else 0.0
 
-    updates = updates_per_rollout(run)
+    updates = run.settings.get("updates_per_rollout") or 1
     generation, sync = mean("time/generate_s"), mean("time/sync_s")
     parts = generation + sync + mean("time/logps_s") + mean("time/values_s") + updates * mean("time/update_s")
-    return Seconds(max(parts, updates * mean("step_time")), generation, sync)
+    return max(parts, updates * mean("step_time")), generation, sync  # TRL's excludes the optimizer's own step
 
 
 def build_table(runs: Runs) -> Table:
@@ -146,25 +134,34 @@ def draw_report(runs: Runs, path: Path) -> None:
 
     scores = held_out_scores(runs)
     titles = {"reward": "Reward of the rollouts", **{name: name.replace("_", " ").capitalize() for name in scores}}
-    titles |= {"mismatch/kl_k3": "KL, nats per token", "mismatch/ratio_max": "Largest ratio ρ"}
-    rows = -(-len(titles) // 2)
-    figure = Figure(figsize=(8.4, 2.7 * rows + 0.22 * len(runs)), layout="constrained")
+    titles |= {"mismatch/kl_k3": "KL, nats per token", "mismatch/ratio_max": "Largest ratio ρ of each rollout"}
+    rows, odd = -(-len(titles) // 2), len(titles) % 2  # if odd, the first panel is as wide as two
+    figure = Figure(figsize=(8.4, 2.7 * rows + 0.22 * len(runs) + 0.2), layout="constrained")
     for position, (metric, title) in enumerate(titles.items(), start=1):
-        axes = figure.add_subplot(rows, 2, position)
+        axes = figure.add_subplot(rows, 2, (1, 2) if odd and position == 1 else position + odd)
         for style, (label, run) in enumerate(runs.items()):
-            points = points_of(run, metric)
+            points, answers = points_of(run, metric), points_of(run, "held_out_answers")
             if points.values.size:
-                window = max(1.0, points.rollouts[-1] / 20)  # single rollouts are noisy
-                line = points if metric.endswith("_max") else smooth(points, window)
-                marker = "o" if points.values.size <= 20 else ""  # few points may make no line
+                line = points if metric.endswith("_max") else smooth(points, max(1.0, points.rollouts[-1] / 20))
+                is_short = points.values.size <= 20  # few points may make no line
                 color, dashes = COLORS[style % len(COLORS)], DASHES[style % len(DASHES)]
-                axes.plot(*line, color=color, linestyle=dashes, label=label, marker=marker, markersize=4)
+                label += f" ({run.path.parent.name if run.path.name == RUN_LOG else run.path.name.split('.')[0]})"
+                axes.plot(*line, marker="o" if is_short else "", color=color, linestyle=dashes, label=label, ms=4)
+                if metric.endswith("accuracy") and answers.values.size:
+                    title = f"{title.partition(',')[0]}, 95 % intervals"
+                    shade = axes.vlines if is_short else axes.fill_between
+                    shade(line.rollouts, *interval(line, answers), color=color, alpha=0.25)
         axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
         axes.set_xlabel("rollout", fontsize=9)
         axes.locator_params(axis="x", integer=True)
         axes.grid(alpha=0.3, linewidth=0.6)
-        if metric.startswith("mismatch/"):
-            axes.set_yscale("log", nonpositive="mask")
+        low, high = axes.dataLim.intervaly
+        if metric.startswith("mismatch/") and high > 10 * low > 0:
+            axes.set_yscale("log", subs=(2, 5) if high < 100 * low else ())
+            axes.yaxis.set(major_formatter="{x:g}", minor_formatter="{x:g}")
+        elif high - low < 0.05 and not metric.startswith("mismatch/"):  # do not magnify what hardly changes
+            axes.set_ylim(min(low, -0.02), max(high, 1.02))
+    figure.suptitle(", ".join(sorted({Path(run.settings.get("model") or "").name for run in runs.values()})))
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower left", fontsize=9, frameon=False, handlelength=3.2)
     figure.savefig(path, format=path.suffix[1:] or "png", dpi=150)

@@ -113,7 +113,7 @@ def run_chat_demo(model: str, scheme: str | None, output_dir: Path, rollouts: in
     from transformers.utils import logging as transformers_logging
 
     from trl_qurl.lab.progress import use_step_lines
-    from trl_qurl.trainers.run_log import read_run
+    from trl_qurl.trainers.run_log import RUN_LOG, append_row, read_run
 
     transformers_logging.set_verbosity_error()  # advice about the tokenizer, which the user did not choose
     console = Console()
@@ -128,6 +128,8 @@ def run_chat_demo(model: str, scheme: str | None, output_dir: Path, rollouts: in
     after = answer_greedily(trainer)
     print_answers(before, after, console)
     first, last = accuracy(before), accuracy(after)
+    for step, share in ((0, first), (config.max_steps, last)):  # for the picture
+        append_row(output_dir / RUN_LOG, {"step": step, "held_out_accuracy": share, "held_out_answers": len(after)})
     kl = [value for _, value in read_run(output_dir).series("mismatch/kl_k3")]
     console.print(
         f"Accuracy on 32 held-out questions: {first:.2f} before, {last:.2f} after {rollouts} rollouts in "

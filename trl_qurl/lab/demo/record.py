@@ -36,7 +36,7 @@ class RolloutRecorder(TrainerCallback):
         """Measure the policy and add it to the run's log; TRL logs once per rollout."""
         if "reward" not in logs:  # the summary at the end of training
             return
-        metrics = self.measure(model)
+        metrics = self.measure(model) | {"held_out_answers": len(self.problem_ids)}
         # The trainer has already written its own row for this step.
         append_row(Path(args.output_dir or ".") / RUN_LOG, {"step": state.global_step, **metrics})
         self._done += 1
