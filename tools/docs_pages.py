@@ -1,8 +1,8 @@
 """Hooks of mkdocs: pages from elsewhere in the repository, links out of docs/, and the help of the command line.
 
 The Markdown files are written for GitHub, where a link may lead to any file of the repository. On the site a link
-becomes a link to the same page; for other files, a link to the repository's host if `repo_url` is set, otherwise plain
-text. The files in docs/ need no changes for the site.
+becomes a link to the same page; for other files, a link to the repository's host if `repo_url` is set, otherwise to a
+copy of the file, as text. A folder becomes its path. The files in docs/ need no changes for the site.
 """
 
 import io
@@ -10,6 +10,7 @@ import json
 import os
 import posixpath
 import re
+from collections.abc import Iterator
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ ELSEWHERE = {
     "tests/features.md": "evidence/features.md",
     "tests/processes.md": "evidence/processes.md",
     "tests/reliability.md": "evidence/reliability.md",
+    "notebooks/README.md": "notebooks/index.md",
     "notebooks/understanding_qurl.ipynb": "notebooks/understanding.md",
     "notebooks/gsm8k_grpo.ipynb": "notebooks/grpo.md",
     "notebooks/gsm8k_ppo.ipynb": "notebooks/ppo.md",
@@ -49,7 +51,10 @@ FENCE = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages that live outside docs/."""
+    """Add the pages that live outside docs/, and the files that pages link to."""
+    sources = [*(source for source in ELSEWHERE if source.endswith(".md")), *_paths(ROOT / "docs", "*.md")]
+    for linked in sorted({path for source in sources for path in _linked_files(source)}):
+        files.append(File.generated(config, f"files/{linked}.txt", abs_src_path=str(ROOT / linked)))
     for source, uri in ELSEWHERE.items():
         path = ROOT / source
         given: dict[str, str] = {"abs_src_path": str(path)}
@@ -57,6 +62,34 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             given = {"content": notebook_page(json.loads(path.read_text(encoding="utf-8"))["cells"])}
         files.append(File.generated(config, uri, **given))
     return files
+
+
+def _paths(folder: Path, pattern: str) -> list[str]:
+    return [path.relative_to(ROOT).as_posix() for path in folder.glob(pattern)]
+
+
+def _linked_files(source: str) -> Iterator[str]:
+    """Yield the files of the repository that a page links to and that are not pages."""
+    for text in FENCE.split((ROOT / source).read_text(encoding="utf-8"))[::2]:
+        for link in LINK.finditer(text):
+            path = _path(link["target"].partition("#")[0], source)
+            if path and not _page(path) and (ROOT / path).is_file():
+                yield path
+
+
+def _path(target: str, source: str) -> str | None:
+    """Return the path in the repository of a link's target; `None` for other hosts and links within the page."""
+    if not target or re.match(r"[a-z]+:", target):
+        return None
+    return posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
+
+
+def _page(path: str) -> str | None:
+    """Return the site's page, or picture, for a path in the repository."""
+    if path == "README.md":
+        return "index.md"
+    is_page = path.startswith("docs/") and path.endswith((".md", ".png", ".svg"))
+    return path.removeprefix("docs/") if is_page else ELSEWHERE.get(path)
 
 
 def notebook_page(cells: list[dict[str, Any]]) -> str:
@@ -79,7 +112,7 @@ def _shown(output: dict[str, Any]) -> str:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Convert links, and insert the help of the command line."""
     elsewhere = {uri: source for source, uri in ELSEWHERE.items()}
-    source = Path(elsewhere.get(page.file.src_uri, f"docs/{page.file.src_uri}"))
+    source = elsewhere.get(page.file.src_uri, f"docs/{page.file.src_uri}")
     parts = FENCE.split(markdown)  # every other part is code, which stays unchanged
     parts[::2] = [
         LINK.sub(lambda link: _converted(link, source, page.file.src_uri, config.repo_url), part)
@@ -102,19 +135,18 @@ def _breakable(code: re.Match[str]) -> str:
     return f"<code>{text}</code>"
 
 
-def _converted(link: re.Match[str], source: Path, uri: str, repo_url: str | None) -> str:
+def _converted(link: re.Match[str], source: str, uri: str, repo_url: str | None) -> str:
     target, _, anchor = link["target"].partition("#")
-    if not target or re.match(r"[a-z]+:", target):
+    text, path = link["text"], _path(target, source)
+    if path is None:
         return link[0]
-    path = posixpath.normpath(posixpath.join(source.parent.as_posix(), target))
-    is_page = path.startswith("docs/") and path.endswith((".md", ".png", ".svg"))
-    page = path.removeprefix("docs/") if is_page else ELSEWHERE.get(path)
-    if path == "README.md":
-        page = "index.md"
-    if page:
-        place = posixpath.relpath(page, posixpath.dirname(uri) or ".")
-        return f"[{link['text']}]({place}{anchor and f'#{anchor}'})"
-    return f"[{link['text']}]({repo_url.rstrip('/')}/blob/main/{path})" if repo_url else link["text"]
+    page = _page(path)
+    if page is None and repo_url:
+        return f"[{text}]({repo_url.rstrip('/')}/blob/main/{path})"
+    if page is None and not (ROOT / path).is_file():  # a folder
+        return text if path in text else f"{text} (`{path}`)"
+    place = posixpath.relpath(page or f"files/{path}.txt", posixpath.dirname(uri) or ".")
+    return f"[{text}]({place}{anchor and f'#{anchor}'})"
 
 
 def command_line_help() -> str:
