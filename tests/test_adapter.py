@@ -243,9 +243,7 @@ def test_a_server_of_the_same_model_has_the_same_base(scheme, dtype, head, tmp_p
 
     route = route_of(AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=dtype))
     assert route.digests == served and route.checkpoint is not None
-    assert base_digests(route.starting_tensors(), torch.bfloat16) == served, (
-        "the saved base differs from the one of the rollouts"
-    )
+    assert base_digests(route.starting_tensors(), torch.bfloat16) == served, "the saved base is another one"
     other = route_of(tiny_model(dtype=dtype, tie_word_embeddings=head == "tied", seed=1))
     assert other.digests.keys() == served.keys() and other.digests != served
     route.folder._directory.remove()

@@ -203,9 +203,8 @@ def test_only_the_engine_is_measured_if_training_does_not_fit(h100, qwen_7b, tmp
     result = bench(qwen_7b, Workload(), ["fp8"], say=said.append, output=tmp_path / "bench.json")
     assert [(job.part, job.holds_policy) for job in jobs] == [("none", False), ("fp8", False)]
     # 7.62e9 * 16 bytes = 122 GB; the engine leaves 80 * (1 - 0.3 - 0.1) = 48 GB, enough for 4 bytes each (30 GB).
-    assert said[0].startswith(
-        "A training step of 7.62 billion parameters needs 122 GB for weights, gradients and AdamW"
-    )
+    needs = "A training step of 7.62 billion parameters needs 122 GB for weights, gradients and AdamW"
+    assert said[0].startswith(needs)
     assert "the 80 GB of the GPU (NVIDIA H100 80GB HBM3), so only the engine is measured" in said[0]
     assert said[0].endswith("Use --lora-rank 16 to measure a whole step.")
     [fp8] = result.comparisons.values()

@@ -212,9 +212,8 @@ def test_a_rollout_function(shared):
 def test_rloo(shared):
     record = shared["rloo"]
     updates, [rollout] = trained(record, mismatch=2)
-    assert rollout["reward"] == pytest.approx(
-        rollout["rewards/right/mean"] + 0.5 * rollout["rewards/length/mean"], abs=1e-5
-    )
+    right, length = rollout["rewards/right/mean"], rollout["rewards/length/mean"]
+    assert rollout["reward"] == pytest.approx(right + 0.5 * length, abs=1e-5)
     assert "kl" in rollout and record["steps"] == 2
     assert any("eval_reward" in row for row in record["history"])
 
@@ -224,9 +223,8 @@ def test_ppo(shared):
     record = shared["ppo"]
     updates, [rollout] = trained(record, mismatch=1e-3)
     assert updates[-1]["kl"] > 0
-    assert rollout["reward"] == pytest.approx(
-        rollout["rewards/right/mean"] + 0.5 * rollout["rewards/length/mean"], abs=1e-5
-    )
+    right, length = rollout["rewards/right/mean"], rollout["rewards/length/mean"]
+    assert rollout["reward"] == pytest.approx(right + 0.5 * length, abs=1e-5)
     assert any("eval_reward" in row for row in record["history"])
 
 

@@ -46,9 +46,8 @@ TRIED = [*(f"train-{form}" for form in FORMATS), "server", "graphs", "sleep"]
 @pytest.mark.parametrize("name", ["packages", "vllm", "torch", "formats", *TRIED])
 def test_line(name, lines):
     line = lines[name]
-    assert line["status"] in ("ok", "note"), f"{line['text']} {line['advice']}\n" + "\n".join(
-        line["data"].get("log", [])
-    )
+    log = "\n".join([f"{line['text']} {line['advice']}", *line["data"].get("log", [])])
+    assert line["status"] in ("ok", "note"), log
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -65,9 +65,8 @@ def broken_syncs(run_scenario, tmp_path_factory):
 )
 def test_a_broken_sync_is_noticed(fault, broken_syncs):
     assert broken_syncs[fault] is not None, "no check noticed"
-    assert broken_syncs[fault].startswith(
-        ("SyncError", "RuntimeError: A part of", "RuntimeError: The engine got no new weights")
-    )
+    errors = ("SyncError", "RuntimeError: A part of", "RuntimeError: The engine got no new weights")
+    assert broken_syncs[fault].startswith(errors)
     assert BY_CHECK[fault] in broken_syncs[fault]
 
 

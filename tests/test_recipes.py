@@ -58,9 +58,7 @@ def test_recipes_and_variants_are_found_by_name_from_anywhere(tmp_path, monkeypa
     _, config, _ = ppo.parse_arguments(["--config", "gsm8k_ppo", mine, *ON_CPU])
     assert (config.max_steps, config.seed) == (1740, 7)
     assert [*recipes()] == [path.stem for path in (*RECIPES, *VARIANTS, *OWN)]
-    assert {path.stem for path in RECIPES} == PAPER.keys() and {
-        path.stem for path in VARIANTS
-    } == VARIANT_SETTINGS.keys()
+    assert [{path.stem for path in paths} for paths in (RECIPES, VARIANTS)] == [{*PAPER}, {*VARIANT_SETTINGS}]
     with pytest.raises(FileNotFoundError, match="file gsm8k does not exist: .* or variant: dapo, .*, bf16, .*tis"):
         ppo.parse_arguments(["--config", "gsm8k", *ON_CPU])
     write(tmp_path / "dapo", seed=7)

@@ -48,13 +48,12 @@ def test_metrics_over_rollouts():
 
 
 def test_panels_of_the_picture(tmp_path, monkeypatch):
-    drawn: list = []
-    draw = pytest.importorskip("matplotlib.figure").Figure.draw_without_rendering
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, *_, **kw: drawn.append(self) or draw(self))
+    figure, drawn = pytest.importorskip("matplotlib.figure").Figure, []
+    monkeypatch.setattr(figure, "savefig", lambda self, *_, **kw: drawn.append(self) or self.draw_without_rendering())
     row = {"step": 4, "reward": 0.0, "mismatch/kl_k3": 0.001, "mismatch/ratio_max": 1.8}
     held_out = {"step": 8, "mismatch/kl_k3": 0.04, "held_out_accuracy": 0.5, "held_out_answers": 32}
     for rows in ([row], [row, row | held_out]):
-        draw_report({"INT8": run_of(rows, model="my/model")}, tmp_path / "picture.png")
+        draw_report({"INT8": run_of(rows, model="my/model")}, tmp_path)
     (wide, narrow, _), (reward, accuracy, kl, ratio) = (figure.axes for figure in drawn)
     assert wide.get_position().width > 1.5 * narrow.get_position().width  # no empty quarter
     assert reward.get_ylim() == (-0.02, 1.02) and reward.get_figure().get_suptitle() == "model"

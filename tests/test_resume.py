@@ -154,9 +154,7 @@ def test_a_rollout_of_another_shape_is_dropped_with_one_line(name, tmp_path, cap
     assert (seen["step"], seen["batches"], seen["ahead"]) == (0, None, None)
     assert (seen["smoothing"], seen["prompts_drawn"]) == ({}, 7), "the rest fits any shape"
     [record] = caplog.records
-    assert record.getMessage().endswith(
-        f"This run generates a new rollout instead of the checkpoint's: {name} changed."
-    )
+    assert record.getMessage().endswith(f"a new rollout instead of the checkpoint's: {name} changed.")
 
 
 @pytest.mark.slow

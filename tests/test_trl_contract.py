@@ -29,7 +29,6 @@ GENERATION = "trl.generation.vllm_generation"
 CLIENT = "trl.generation.vllm_client"
 TRAINER = "transformers.trainer"
 INPLACE = "vllm.model_executor.model_loader.reload.inplace"
-LAYERWISE = "vllm.model_executor.model_loader.reload.layerwise"
 COMPRESSED_TENSORS = "vllm.model_executor.layers.quantization.compressed_tensors"
 KERNELS = "vllm.model_executor.kernels.linear.scaled_mm"
 
@@ -551,9 +550,7 @@ def test_trainers_of_the_table_have_what_the_engine_needs(module):
     ):
         assert part in body, f"{trainer} has no `{part}`, which QuantizedEngineMixin extends: docs/architecture.md."
     is_inside = "from ...generation.vllm_generation import VLLMGeneration" in body
-    assert is_inside == (trainer in ("SDPOTrainer", "SDFTTrainer")), (
-        "docs/architecture.md names the module to replace."
-    )
+    assert is_inside == (trainer in ("SDPOTrainer", "SDFTTrainer")), "docs/architecture.md names the module"
 
 
 def test_engine_arguments_are_those_the_config_reserves():
