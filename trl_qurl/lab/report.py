@@ -158,10 +158,10 @@ def draw_report(runs: Runs, path: Path) -> None:
         low, high = axes.dataLim.intervaly
         if metric.startswith("mismatch/") and high > 10 * low > 0:
             axes.set_yscale("log", subs=(2, 5) if high < 100 * low else ())
-            axes.yaxis.set(major_formatter="{x:g}", minor_formatter="{x:g}")
         elif high - low < 0.05 and not metric.startswith("mismatch/"):  # do not magnify what hardly changes
             axes.set_ylim(min(low, -0.02), max(high, 1.02))
-    figure.suptitle(", ".join(sorted({Path(run.settings.get("model") or "").name for run in runs.values()})))
+        axes.yaxis.set(major_formatter="{x:g}", minor_formatter="{x:g}")
+    figure.suptitle(", ".join(sorted({Path(run.settings.get("model") or "").name for run in runs.values()} - {""})))
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower left", fontsize=9, frameon=False, handlelength=3.2)
     figure.savefig(path, format=path.suffix[1:] or "png", dpi=150)
