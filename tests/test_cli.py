@@ -122,7 +122,7 @@ def test_control_c_is_one_line(tmp_path):
     """Also while a library is imported, here one that presses the keys itself."""
     (tmp_path / "transformers.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGINT)\n")
     done = run("quantize", "some/model", str(tmp_path / "out"), "--scheme", "int8", PYTHONPATH=f"{tmp_path}:{ROOT}")
-    assert (done.returncode, done.stderr) == (130, "trl-qurl: interrupted\n")
+    assert (done.returncode, done.stderr) == (130, "\ntrl-qurl: interrupted\n")  # after the terminal's ^C
 
 
 @pytest.mark.parametrize("error", [ValueError, FileNotFoundError, ImportError, OSError, ConnectionError, TypeError])

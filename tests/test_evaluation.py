@@ -302,7 +302,7 @@ def test_a_callback_with_bad_settings_is_refused(settings, message, tmp_path):
 # Memory --------------------------------------------------------------------------------------------------------------
 
 
-def test_an_engine_on_a_cpu_takes_memory_that_is_free(tmp_path, monkeypatch):
+def test_an_engine_on_a_cpu_takes_memory_that_is_free(tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(hardware, "free_memory", lambda: 12 * 10**9)
@@ -310,8 +310,10 @@ def test_an_engine_on_a_cpu_takes_memory_that_is_free(tmp_path, monkeypatch):
     monkeypatch.setattr("vllm.LLM", lambda **arguments: started.append(arguments))
     save_tiny(tmp_path)
     task = load_task(write_questions(tmp_path / "q.jsonl", 1))
-    for own in ({}, {"gpu_memory_utilization": 0.4}, ENGINE):
+    for own in ({}, {"gpu_memory_utilization": 0.4}, ENGINE | {"enforce_eager": False}):
         start_engine(Job("BF16", str(tmp_path), [task], {"max_tokens": 8}, 0, {}, own))
     default, share, chosen = (arguments.get("kv_cache_memory_bytes") for arguments in started)
     assert default == hardware.MIN_CACHE, "a short answer of a tiny model needs no more"
+    first, _, third = capsys.readouterr().out.splitlines()
+    assert (first, third) == ("Starting vLLM with BF16", "Starting vLLM with BF16, compiling: about a minute, once")
     assert share is None and chosen == ENGINE["kv_cache_memory_bytes"], "what the user has chosen comes first"

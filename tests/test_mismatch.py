@@ -14,7 +14,7 @@ from tiny import save_tiny, tiny_model, tiny_tokenizer, with_outliers
 from trl_qurl import cli
 from trl_qurl.lab.evaluation.scores import Estimate
 from trl_qurl.lab.evaluation.tasks import encode_prompt as encode
-from trl_qurl.lab.mismatch.engines import Answer, score
+from trl_qurl.lab.mismatch.engines import Answer, Engines, score
 from trl_qurl.lab.mismatch.finer import choose_finer, within_kl
 from trl_qurl.lab.mismatch.prompts import BUILT_IN, Sampling, load_prompts
 from trl_qurl.lab.mismatch.report import Choice, Report, Step
@@ -292,6 +292,17 @@ def measured(warm_python, tmp_path_factory):
 @pytest.mark.vllm
 @pytest.mark.xdist_group("mismatch")
 @needs_vnni
+@pytest.mark.parametrize(
+    ("is_eager", "said"), [(True, "16 bits"), (False, "16 bits, compiling: about a minute, once")]
+)
+def test_an_engine_that_compiles_is_announced(is_eager, said):
+    engines, lines = object.__new__(Engines), []
+    vars(engines).update(say=lines.append, _repeated=[[1]], _arguments={"enforce_eager": is_eager}, _directory=None)
+    with pytest.raises(AttributeError, match="_max_tokens"):  # it would start now
+        engines.measure("none")
+    assert lines == [f"Sampling 1 answers from {said}"]
+
+
 def test_the_command_says_what_rounding_does(measured):
     directory, printed, written = measured
     assert "INT8: safe to train with" in printed and "INT8, 2 finer" in printed

@@ -3,7 +3,10 @@
 import io
 import itertools
 import math
+import threading
 from contextlib import redirect_stdout
+from datetime import datetime
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +14,8 @@ from transformers import DefaultFlowCallback, PrinterCallback, ProgressCallback,
 from transformers.trainer_callback import CallbackHandler
 
 from trl_qurl import QuRLGRPOConfig, QuRLPPOConfig
-from trl_qurl.lab import progress
+from trl_qurl.lab import live, progress
+from trl_qurl.lab.live import live_line
 from trl_qurl.lab.progress import StepLineCallback, step_line, use_step_lines
 
 ROW = {
@@ -19,12 +23,13 @@ ROW = {
     "grad_norm": 0.4,
     "reward": 0.5123,
     "completions/mean_length": 211.6,
+    "completions/clipped_ratio": 0.1172,
     "mismatch/kl_k3": 0.00123,
     "clip_ratio/region_mean": 0.0161,
     "throughput/generated_tokens_per_s": 1234.4,
     "epoch": 0.05,
 }
-WHOLE = "  12/1740  reward 0.512  KL 1.2e-03  clip 1.6%  length 212  1234 tok/s  24.1 s/step  left 11:34:05"
+WHOLE = "  12/1740  reward 0.512  KL 1.2e-03  clip 1.6%  length 212  cut 12%  1234 tok/s  24.1 s/step  left 11:34:05"
 
 
 def test_the_line_of_a_step_shows_the_metrics_that_there_are():
@@ -43,9 +48,23 @@ def test_lines_of_evaluations_and_of_the_end():
     assert step_line(task, 0, 20, 9.0) == " 0/20  eval  gsm8k/actor_avg@1 0.4567  gsm8k/actor_tokens 180.4"
     evaluation = {"eval_loss": 0.0, "eval_reward": 0.25, "eval_completions/mean_length": 12.0, "eval_runtime": 3.25}
     assert step_line(evaluation, 4, 20, 9.0) == " 4/20  eval  reward 0.250  length 12"
-    assert step_line({"train_runtime": 93784.0}, 20, 20, 9.0) == "20/20  train_runtime 93784"
+    summary = {"train_runtime": 93784.0, "total_flos": 0, "train_loss": 0.0}
+    assert step_line(summary, 20, 20, 9.0) == "20/20  trained for 1 day, 2:03:04"
     assert step_line({"loss": 0.5, "learning_rate": 0.01}, 4, 20) == " 4/20  loss 0.5  learning_rate 0.01"  # not RL
     assert step_line({"my/number": 0.12345, "text": "x", "epoch": 1.0}, 1, 20) == " 1/20  my/number 0.12345"
+
+
+def test_columns_stay_in_their_place_between_rollouts():
+    update, widths = {"loss": 0.0, "clip_ratio/region_mean": 0.125}, {}
+    lines = [step_line(row, 8, 12, 5.0, widths) for row in (update, ROW, update, {"eval_reward": 0.25}, ROW)]
+    rollout = " 8/12  reward 0.512  KL 1.2e-03  clip 1.6%   length 212  cut 12%  1234 tok/s  5 s/step  left 0:00:20"
+    assert lines[0] == " 8/12  clip 12.5%  5 s/step  left 0:00:20"
+    assert lines[1] == lines[4] == rollout
+    assert [lines[2].index(name) for name in ("clip", "5 s/step")] == [
+        rollout.index("clip"),
+        rollout.index("5 s/step"),
+    ]
+    assert lines[3] == " 8/12  eval  reward 0.250", "evaluations have columns of their own"
 
 
 def log_two_steps(first=True, start=0):
@@ -87,8 +106,9 @@ def test_a_run_first_prints_its_plan_and_later_its_pace(tmp_path, monkeypatch):
             callback.on_log(args, state, TrainerControl(), logs=dict(ROW))
     first, *steps = out.getvalue().splitlines()
     # 16 x 16 = 256 answers to 256 / 8 = 32 questions; 16 / 4 = 4 updates; 870 / 4 = 217.5, so 218 rollouts.
-    expected = "870 steps: 218 INT8 rollouts of 32 questions x 8 answers, up to 512 tokens, 4 updates each (acr)"
-    assert first == expected
+    expected = "rollouts of 256 answers (32 questions x 8), up to 512 tokens, 4 updates each (acr)"
+    assert first == f"870 steps: 218 INT8 {expected}"
+    assert progress._plan(args, 4).startswith("4 steps: 1 INT8 rollout of")
     assert ["left" in line for line in steps] == [False, False, False, True], "the first step has a whole rollout"
 
 
@@ -158,3 +178,71 @@ def test_a_critic_learns_from_questions_that_differ(tmp_path, caplog):
     assert said(caplog) == []
     watch([rollout() | {"reward_std": 0.0}] * 4, tmp_path, config=QuRLPPOConfig)
     assert len(said(caplog)) == 2
+
+
+def watch_engine(answers, seconds, monkeypatch, limit=100, is_first=True):
+    """Run the thread's loop while `answers(second)` are the tokens so far, by request."""
+    now, generation = 0, SimpleNamespace()
+
+    def wait(step):
+        nonlocal now
+        now += step
+        counts = {n: SimpleNamespace(num_output_tokens=partial(sum, [tokens])) for n, tokens in answers(now).items()}
+        states = {n: SimpleNamespace(request_id=n, max_tokens_param=limit, detokenizer=c) for n, c in counts.items()}
+        engine = SimpleNamespace(output_processor=SimpleNamespace(request_states=states))
+        if answers is not no_engine:
+            generation.llm = SimpleNamespace(llm_engine=engine)
+        return now > seconds
+
+    state = TrainerState(max_steps=9, global_step=4, log_history=[{"time/generate_s": 58.4}, {"loss": 0.0}])
+    args, first = SimpleNamespace(max_completion_length=100), lambda: is_first
+    trainer = SimpleNamespace(state=state, args=args, vllm_generation=generation, is_world_process_zero=first)
+    monkeypatch.setattr(live, "time", SimpleNamespace(monotonic=lambda: now))
+    live._report(trainer, SimpleNamespace(wait=wait))
+
+
+def no_engine(second):
+    """A server generates."""
+    return {}
+
+
+def four_answers(second):
+    """A token a second each; the first answer ends after 29 seconds, the others after 100."""
+    return {name: second for name, end in {"a": 29, "b": 100, "c": 100, "d": 100}.items() if second <= end}
+
+
+def test_a_log_gets_a_dated_line_a_minute(monkeypatch, capsys):
+    watch_engine(four_answers, 165, monkeypatch)
+    rollout, update = capsys.readouterr().out.splitlines()
+    # The rollout is seen in second 1. In second 61 there are 3 x 61 + 29 = 212 tokens, 3.53 a second, and 3 x 39 may
+    # follow in 33 seconds. It is over in second 101, and a minute later the step is still under way.
+    assert rollout[21:] == "generating: 1 of 4 answers, 212 tokens, 4 tok/s, at most 0:00:33 left"
+    assert datetime.fromisoformat(rollout[:19])
+    assert update[21:] == "step 5/9: 0:02:41 so far, generating took 58 s last time"
+
+
+def test_a_terminal_gets_one_line_that_is_rewritten(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    watch_engine(four_answers, 25, monkeypatch)
+    text = capsys.readouterr().out
+    assert "\n" not in text and text.count("\r") == 2 and text.endswith("\r")
+    assert text.startswith("\x1b[K\x1b[?7lgenerating: 0 of 4 answers, 44 tokens, 4 tok/s, at most 0:01:")
+
+
+def test_a_probe_is_not_a_rollout_and_a_server_shows_the_time(monkeypatch, capsys):
+    for answers, limit in ((four_answers, 8), (no_engine, 100)):
+        watch_engine(answers, 65, monkeypatch, limit)
+        assert capsys.readouterr().out[21:] == "step 5/9: 0:01:00 so far, generating took 58 s last time\n"
+    watch_engine(four_answers, 65, monkeypatch, is_first=False)
+    watch_engine(lambda second: {"a": "no number"}, 65, monkeypatch)  # the engine changed meanwhile
+    assert capsys.readouterr().out == ""
+
+
+def test_the_thread_ends_with_its_block():
+    trainer, before = TrainerState(), threading.active_count()
+    trainer.state = trainer
+    trainer.is_world_process_zero = True.__bool__
+    with pytest.raises(KeyboardInterrupt), live_line(trainer):
+        assert threading.active_count() == before + 1
+        raise KeyboardInterrupt
+    assert threading.active_count() == before

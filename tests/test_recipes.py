@@ -1,20 +1,24 @@
 """Recipes: they parse, repeat the paper's settings (ours fit in memory), and run on real questions."""
 
+import io
 import itertools
 import json
+import logging
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import yaml
-from tiny import ENGINE, SHARED, save_tiny
+from tiny import ENGINE, SHARED, save_tiny, tiny_model
 
 import trl_qurl
 from trl_qurl.lab import grading
 from trl_qurl.lab.recipes import grpo, ppo, rloo
 from trl_qurl.lab.recipes.arguments import merge_settings, recipes, take_files
-from trl_qurl.lab.recipes.questions import checkpoint_to_resume, load_rewards, punishments
+from trl_qurl.lab.recipes.questions import _set_up_logging, checkpoint_to_resume, load_rewards, punishments
 from trl_qurl.trainers.run_log import read_run
 
 ROOT = Path(__file__).parents[1]
@@ -290,6 +294,47 @@ def test_a_wrong_checkpoint_is_refused_before_a_model_is_loaded(checkpoints, tmp
         resume(empty, "true")
     with pytest.raises(FileNotFoundError, match="Complete checkpoints in .*: none"):
         resume(empty, "checkpoint-8")
+
+
+class Stopped(SimpleNamespace):
+    """A trainer whose user presses Ctrl-C, after transformers has looked for an output head in the checkpoint."""
+
+    shown: ClassVar[list] = []
+    state = SimpleNamespace(global_step=0)
+
+    def train(self, resume_from_checkpoint):
+        log = logging.getLogger("transformers.trainer")
+        log.addHandler(handler := logging.Handler())
+        handler.emit = lambda record: self.shown.append(record.getMessage())
+        log.warning("There were missing keys in the checkpoint model loaded: ['lm_head.weight'].")
+        log.removeHandler(handler)
+        raise KeyboardInterrupt
+
+    def is_world_process_zero(self):
+        return False
+
+
+def test_control_c_names_the_latest_checkpoint(checkpoints, tmp_path_factory):
+    for tied in (False, True):  # only a tied head is expected to be missing
+        stopped = Stopped(
+            model=tiny_model(tie_word_embeddings=tied), args=SimpleNamespace(output_dir=str(checkpoints))
+        )
+        with pytest.raises(
+            KeyboardInterrupt, match=f"from {checkpoints}/checkpoint-100, add --resume_from_checkpoint"
+        ):
+            grpo.RECIPE._learn(stopped, None)
+        assert len(stopped.shown) == 1
+    stopped.args.output_dir = str(tmp_path_factory.mktemp("empty"))
+    with pytest.raises(KeyboardInterrupt, match="no checkpoint yet"):
+        grpo.RECIPE._learn(stopped, None)
+
+
+@pytest.mark.parametrize(("processes", "said"), [(1, "Ready."), (2, "[RANK 0] Ready.")])
+def test_one_process_has_no_rank(processes, said, monkeypatch):
+    monkeypatch.setattr(logging.root, "handlers", [handler := logging.StreamHandler(io.StringIO())])
+    _set_up_logging(SimpleNamespace(world_size=processes, process_index=0, use_cpu=False))
+    logging.getLogger("trl_qurl.rollout").info("[RANK 0] Ready.")
+    assert handler.stream.getvalue() == f"{said}\n"
 
 
 def test_the_latest_complete_checkpoint_is_what_true_means(checkpoints):

@@ -217,11 +217,14 @@ def test_what_a_user_sets_is_not_set_again():
 
 
 @pytest.mark.parametrize("option", ["--enable-lora", "--enable_lora"])
-def test_a_server_of_adapters_may_load_new_ones(option, monkeypatch):
+def test_a_server_of_adapters_may_load_new_ones(option, monkeypatch, capsys):
     environments = []
     monkeypatch.setattr("os.execve", lambda program, command, environment: environments.append(environment))
     launch.run_server(["python", option], {})
     assert environments[0]["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+    assert capsys.readouterr().out.startswith("Starting vLLM, compiling: about a minute, once. The server is ready")
+    launch.run_server(["python", "--enforce-eager"], {})
+    assert capsys.readouterr().out.startswith("Starting vLLM. The server is ready when")
 
 
 # The key -------------------------------------------------------------------------------------------------------------

@@ -118,6 +118,8 @@ vllm.entrypoints.llm
     LLM.wake_up(tags): QuantizedVLLMGeneration wakes the weights before loading
 vllm.entrypoints.openai.models.serving
     OpenAIServingModels.load_lora_adapter(request): engine/served.py replaces an adapter with it
+vllm.v1.engine.detokenizer
+    IncrementalDetokenizer.num_output_tokens(): lab/live.py counts an answer's tokens with it
 vllm.v1.engine.llm_engine
     LLMEngine.reset_encoder_cache(): ColocatedEngine drops the features of images that old weights computed
 vllm.v1.worker.gpu_worker
@@ -221,9 +223,17 @@ ASSIGNED = [
         "config",
         "RolloutWorker.starting_fingerprint",
     ),
+    ("vllm.v1.engine.llm_engine", "LLMEngine.__init__", "output_processor", "lab/live.py"),
+    (
+        *("vllm.v1.engine.output_processor", "RequestState.__init__"),
+        "request_id max_tokens_param detokenizer",
+        "lab/live.py",
+    ),
 ]
 
 SOURCE_TEXT = """
+vllm.v1.engine.output_processor OutputProcessor.__init__: lab/live.py reads it
+    self.request_states: dict[str, RequestState] = {}
 trl.generation.vllm_generation VLLMGeneration.generate: our generate counts the tokens of [1], without that sync's time
     once: return (prompt_ids, completion_ids, logprobs, logprob_token_ids)
     once: return

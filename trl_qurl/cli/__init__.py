@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if shows_everything():
             raise
         if isinstance(error, KeyboardInterrupt):
-            print("trl-qurl: interrupted", file=sys.stderr)
+            print("\ntrl-qurl: interrupted", *error.args, sep=": ", file=sys.stderr)
             return 130  # 128 + SIGINT, as shells report it
         print(f"trl-qurl: error: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
         return 2

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import time
 from collections.abc import Mapping
-from datetime import timedelta
 from typing import Any
 
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainerState
 
 from trl_qurl.config.rollout import QuantizedRolloutsConfig
+from trl_qurl.lab.live import CLEAR, clock
 from trl_qurl.quantization.plan import format_name
 
 logger = logging.getLogger(__name__)
@@ -27,6 +28,7 @@ METRICS = {
     "critic/explained_variance": "critic {:.2f}",
     "clip_ratio/region_mean": "clip {:.1%}",
     "completions/mean_length": "length {:.0f}",
+    "completions/clipped_ratio": "cut {:.0%}",
     "throughput/generated_tokens_per_s": "{:.0f} tok/s",
 }
 """Metrics of a line, with their formats."""
@@ -42,12 +44,13 @@ class StepLineCallback(TrainerCallback):
     # Other callbacks may log as training begins, before this one's turn.
     _started = 0.0
     _first_step = 0
+    _widths: Mapping[str, int] = {}
     _alike = 0  # latest rows of rollouts with nothing to learn from
     _has_learned = False
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Print the plan of the run and start the clock."""
-        self._started, self._first_step = time.monotonic(), state.global_step
+        self._started, self._first_step, self._widths = time.monotonic(), state.global_step, {}
         if state.is_world_process_zero and isinstance(args, QuantizedRolloutsConfig):
             print(_plan(args, state.max_steps), flush=True)
 
@@ -58,7 +61,8 @@ class StepLineCallback(TrainerCallback):
             # The first step includes the whole rollout, so wait until its updates are done.
             updates = args.updates_per_rollout if isinstance(args, QuantizedRolloutsConfig) else 1
             step_s = (time.monotonic() - self._started) / done if done >= max(1, updates) else None
-            print(step_line(logs, state.global_step, state.max_steps, step_s), flush=True)
+            line = step_line(logs, state.global_step, state.max_steps, step_s, self._widths)
+            print(CLEAR * sys.stdout.isatty() + line, flush=True)
             if "frac_reward_zero_std" in logs:
                 # A critic also learns from rewards that differ between questions.
                 differs = logs["frac_reward_zero_std"] < 1 if args.num_generations > 1 else logs["reward_std"] > 0
@@ -99,15 +103,16 @@ def _why_alike(args: Any, logs: Mapping[str, float]) -> str:
 
 def _plan(args: Any, steps: int) -> str:
     """Summarize a run in one line, from its `QuantizedRolloutsConfig` and its number of optimizer steps."""
-    name, answers, updates = args.rollout_quantization, args.num_generations, args.updates_per_rollout
-    rollouts = f"{math.ceil(steps / updates)} {'16-bit' if name is None else format_name(name).upper()} rollouts"
+    name, answers, updates = args.rollout_quantization, args.generation_batch_size, args.updates_per_rollout
+    number, questions = math.ceil(steps / updates), answers // args.num_generations
+    rollouts = f"{number} {'16-bit' if name is None else format_name(name).upper()} rollout{'s' * (number > 1)}"
     return (
-        f"{steps} steps: {rollouts} of {args.generation_batch_size // answers} questions x {answers} answers, "
+        f"{steps} steps: {rollouts} of {answers} answers ({questions} questions x {args.num_generations}), "
         f"up to {args.max_completion_length} tokens, {updates:g} updates each ({args.objective})"
     )
 
 
-def step_line(logs: Mapping[str, Any], step: int, steps: int, step_s: float | None = None) -> str:
+def step_line(logs: Mapping[str, Any], step: int, steps: int, step_s: float | None = None, widths: Any = None) -> str:
     """Format a logged row as one line: `METRICS` and the pace, or all numbers of a row without any of `METRICS`.
 
     Args:
@@ -115,16 +120,22 @@ def step_line(logs: Mapping[str, Any], step: int, steps: int, step_s: float | No
         step: Number of completed optimizer steps.
         steps: Number of optimizer steps of the whole run.
         step_s: Seconds per step, if known.
+        widths: Widths of the columns so far, by metric, which are kept and updated.
 
     Returns:
         The line, without a newline.
     """
+    if "train_runtime" in logs:
+        return f"{step}/{steps}  trained for {clock(logs['train_runtime'])}"
     numbers = {name: value for name, value in logs.items() if isinstance(value, int | float) and name != "epoch"}
     fields = [f"{name} {numbers[name]}" for name in ALARMS if not math.isfinite(numbers.get(name, 0.0))]
     fields += ["eval"] * any(name.startswith("eval_") for name in numbers)
     numbers = {name.removeprefix("eval_"): value for name, value in numbers.items()}
-    known = [form.format(numbers[name]) for name, form in METRICS.items() if name in numbers]
-    fields += known or [f"{name} {value:.5g}" for name, value in numbers.items()]
+    known = {name: form.format(numbers[name]) for name, form in METRICS.items() if name in numbers}
+    if widths is not None and "loss" in logs:  # not of evaluations, which have other columns
+        widths |= {name: max(len(text), widths.get(name, 0)) for name, text in known.items()}
+        known = {name: known.get(name, "").ljust(widths[name]) for name in METRICS if name in widths}
+    fields += known.values() or [f"{name} {value:.5g}" for name, value in numbers.items()]
     if step_s is not None and "loss" in logs:
-        fields += [f"{step_s:.3g} s/step", f"left {timedelta(seconds=round(step_s * (steps - step)))}"]
-    return "  ".join((f"{step:>{len(str(steps))}}/{steps}", *fields))
+        fields += [f"{step_s:.3g} s/step", f"left {clock(step_s * (steps - step))}"]
+    return "  ".join((f"{step:>{len(str(steps))}}/{steps}", *fields)).rstrip()

@@ -32,7 +32,7 @@ from trl_qurl.rollout.recovery import raise_everywhere, recover
 from trl_qurl.rollout.routes import ROUTES, Route, policy_parameters, stream_metadata
 from trl_qurl.rollout.substitution import substitute
 from trl_qurl.rollout.sync import RolloutCost, WeightSync
-from trl_qurl.rollout.wire import Engine
+from trl_qurl.rollout.wire import COMPILING, Engine
 
 logger = get_logger(__name__)  # of the main process
 
@@ -141,7 +141,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
             label = format_name(plan.formats).upper() if plan.schemes else "full-precision"
             logger.info("Writing %s weights for vLLM to %s.", label, folder.path)
             start = folder.write("start", route.starting_tensors())
-        logger.info("Starting vLLM. If it has to compile, this takes a minute.")
+        logger.info("Starting vLLM%s.", "" if engine_kwargs.get("enforce_eager") else COMPILING)
         build = functools.partial(colocated.build_engine, cls, start, engine_kwargs, self.max_completion_length or 0)
         with substitute(vllm_generation, "LLM", build):
             super()._init_vllm()

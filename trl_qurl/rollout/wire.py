@@ -17,8 +17,8 @@ CPU_LOAD_FORMAT = "trl-qurl-cpu"  # of our loader (`cpu`): vLLM's CPU build acce
 PROBE_TOP = 20  # number of likeliest tokens per step that a probe compares: vLLM's default `max_logprobs`
 # Prefix of every error about weights that a retry cannot fix. A server returns only the text of its workers' errors.
 NOT_RECEIVED = "The engine did not receive the weights that were sent"
-# Name, dtype (as vLLM writes it, `"bfloat16"`) and shape of each tensor in a stream, in order.
-TensorMetadata = list[tuple[str, str, list[int]]]
+TensorMetadata = list[tuple[str, str, list[int]]]  # name, dtype (vLLM's `"bfloat16"`) and shape of streamed tensors
+COMPILING = ", compiling: about a minute, once"  # what the start of an engine says, unless it is eager
 
 
 class WeightUpdate(NamedTuple):

@@ -20,6 +20,7 @@ from trl_qurl.lab.bench.workload import ENGINE_SHARE, TRAINING, Job, Workload, f
 from trl_qurl.lab.comparison import BASELINE, add_options, candidates, check_output, fitting_formats, write_json
 from trl_qurl.lab.packages import require
 from trl_qurl.lab.processes import call_in_child
+from trl_qurl.rollout.wire import COMPILING
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -93,7 +94,8 @@ def bench(
         job = Job(BASELINE, directory, workload, tuple(ignore), result.too_large is None, dict(engine_kwargs))
         for number, part in enumerate(parts, 1):
             job = replace(job, part=part)
-            say(f"Measuring {job.description} ({number} of {len(parts)})")
+            is_eager = part == TRAINING or engine_kwargs.get("enforce_eager", not find_device().is_gpu)
+            say(f"Measuring {job.description} ({number} of {len(parts)}){COMPILING * (not is_eager)}")
             try:
                 costs = run_job(job)
             except ChildProcessError as error:

@@ -112,6 +112,7 @@ def run_chat_demo(model: str, scheme: str | None, output_dir: Path, rollouts: in
     from rich.console import Console
     from transformers.utils import logging as transformers_logging
 
+    from trl_qurl.lab.live import live_line
     from trl_qurl.lab.progress import use_step_lines
     from trl_qurl.trainers.run_log import RUN_LOG, append_row, read_run
 
@@ -123,7 +124,8 @@ def run_chat_demo(model: str, scheme: str | None, output_dir: Path, rollouts: in
     before = answer_greedily(trainer)
     started = time.perf_counter()
     use_step_lines(trainer)
-    trainer.train()
+    with live_line(trainer):
+        trainer.train()
     seconds = time.perf_counter() - started
     after = answer_greedily(trainer)
     print_answers(before, after, console)

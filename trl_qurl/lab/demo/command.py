@@ -63,6 +63,8 @@ def run(args: argparse.Namespace) -> int:
         shortfall = run_demo(scheme, args.output_dir, rollouts, args.required_share, args.seed, args.algorithm)
     draw_report(label_runs([read_run(args.output_dir)]), args.output_dir / "demo.png")
     print(f"Log: {args.output_dir / RUN_LOG}\nFigure: {args.output_dir / 'demo.png'}")
+    own = f"grpo --model {args.model} --dataset FILE  # your questions"
+    print(f"Next: trl-qurl {own if args.model else 'demo --model HuggingFaceTB/SmolLM2-135M-Instruct'}")
     if shortfall is not None:
         print(f"trl-qurl: the demo failed: {shortfall}", file=sys.stderr)
     return int(shortfall is not None)

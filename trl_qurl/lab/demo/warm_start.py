@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -57,6 +58,9 @@ def train_warm_start(settings: WarmStartSettings, tokenizer: PreTrainedTokenizer
     """Train on fresh problems until the expected accuracy on held-out problems reaches the target."""
     import torch
 
+    from trl_qurl.lab.live import show_in_place
+
+    print("Warm start, once: supervised training on right answers. Accuracy jumps near update 500.", flush=True)
     policy = build_model(tokenizer, settings.seed)
     held_out = task.encode_problems(task.sample_problems(512, seed=0, held_out=True), tokenizer)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=settings.learning_rate, betas=(0.9, 0.98))
@@ -73,8 +77,10 @@ def train_warm_start(settings: WarmStartSettings, tokenizer: PreTrainedTokenizer
         warm_up.step()
         if update % settings.evaluate_every == 0:
             accuracy = evaluate.measure_policy(policy, held_out).expected
-            print(f"Warm start, update {update}: accuracy {accuracy:.3f}", flush=True)
-            if accuracy >= settings.target:
+            is_done = accuracy >= settings.target
+            if sys.stdout.isatty() or update % 100 == 0 or is_done:
+                show_in_place(f"Warm start, update {update}: accuracy {accuracy:.3f}", is_done)
+            if is_done:
                 return policy
     outcome = f"The warm start reached an accuracy of {accuracy:.2f} in max_updates={settings.max_updates}"
     raise ValueError(f"{outcome}, below target={settings.target}.")

@@ -16,6 +16,7 @@ from trl_qurl.lab.evaluation.results import Answer
 from trl_qurl.lab.evaluation.tasks import Task, are_correct, encode_prompt, needed_context
 from trl_qurl.lab.grading import is_text
 from trl_qurl.lab.processes import call_in_child
+from trl_qurl.rollout.wire import COMPILING
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -60,7 +61,6 @@ def answer(job: Job) -> list[Answer]:
     from vllm import SamplingParams
 
     SamplingParams(**job.sampling)  # refuses values that make no sense before an engine starts
-    print(f"Starting vLLM with {job.label}", flush=True)
     token_ids, llm = start_engine(job)
     return [answer for task in job.tasks for answer in answer_task(llm, task, token_ids[task.name], job)]
 
@@ -88,6 +88,7 @@ def start_engine(job: Job) -> tuple[dict[str, list[list[int]]], LLM]:
     memory = cpu_cache_arguments(job.model, given, sequences=min(answers, AT_ONCE), length=needed)
     from vllm import LLM
 
+    print(f"Starting vLLM with {job.label}{COMPILING * (not given['enforce_eager'])}", flush=True)
     return token_ids, LLM(**{"model": job.model, **memory, **given})
 
 

@@ -25,6 +25,7 @@ from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.directory import CheckpointDirectory
 from trl_qurl.rollout.engine.hardware import check_cpu_build, cpu_cache_arguments, kernel_environment
 from trl_qurl.rollout.engine.launch import require_vllm, resolve_model
+from trl_qurl.rollout.wire import COMPILING
 
 
 class Answer(NamedTuple):
@@ -78,7 +79,8 @@ class Engines:
         Raises `ChildProcessError` if the engine failed, after printing its last output lines to standard error.
         """
         name = label(format_name(formats))
-        self.say(f"Sampling {len(self._repeated)} answers from {name}")
+        compiling = COMPILING * (not self._arguments["enforce_eager"])
+        self.say(f"Sampling {len(self._repeated)} answers from {name}{compiling}")
         failure = (
             f"The engine for {name} failed; its last output lines are above. If it ran out of memory, lower "
             "--samples or --max-tokens."

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+DATASET = "openai/gsm8k"
 
 DEFAULTS: dict[str, Any] = {
     "model_name_or_path": "Qwen/Qwen2.5-0.5B-Instruct",
@@ -54,7 +55,7 @@ class ScriptArguments:
     """Script arguments: questions, overlong punishment, saving and evaluations."""
 
     dataset: str = option(
-        "openai/gsm8k", "Questions and answers: a Hub name, or a local .json, .jsonl, .csv or .parquet file."
+        DATASET, "Questions and answers: a Hub name, or a local .json, .jsonl, .csv or .parquet file."
     )
     dataset_config: str = option("main", "Configuration of a Hub dataset.")
     dataset_split: str = option("train", "Split of a Hub dataset.")
@@ -156,14 +157,34 @@ class Recipe:
         use_step_lines(trainer)
         if checkpoint:
             logger.info("Resuming from %s.", checkpoint)
-        trainer.train(resume_from_checkpoint=checkpoint)
+        self._learn(trainer, checkpoint)
         logger.info("Saving to %s.", training_args.output_dir)
         trainer.save_model(training_args.output_dir)
         saved = f"Policy saved to {training_args.output_dir}"
         if script_args.save_quantized:
             saved += f", and its quantized checkpoint to {trainer.save_quantized()}"
+        if not model_args.use_peft:  # an adapter would have to be merged first
+            tasks = ",".join(tasks) or ("gsm8k" if script_args.dataset == DATASET else "FILE  # other questions")
+            saved += f"\nNext: trl-qurl eval {training_args.output_dir} --tasks {tasks}"
         trainer.accelerator.print(saved)
         return trainer
+
+    def _learn(self, trainer: Any, checkpoint: str | None) -> None:
+        """Train; after Ctrl-C, name the latest checkpoint."""
+        from transformers.trainer_utils import get_last_checkpoint
+
+        from trl_qurl.lab.live import live_line
+
+        if trainer.model.config.get_text_config().tie_word_embeddings:  # a tied head is in no checkpoint
+            missing = "There were missing keys in the checkpoint model loaded: ['lm_head.weight']."
+            logging.getLogger("transformers.trainer").addFilter(lambda record: record.getMessage() != missing)
+        try:
+            with live_line(trainer):
+                trainer.train(resume_from_checkpoint=checkpoint)
+        except KeyboardInterrupt:
+            latest = get_last_checkpoint(trainer.args.output_dir)
+            way = f"to continue from {latest}, add --resume_from_checkpoint true" if latest else "no checkpoint yet"
+            raise KeyboardInterrupt(way) from None
 
     def _check_arguments(self, script_args: Any, training_args: Any, model_args: ModelConfig) -> str | None:
         """Report wrong names before starting an engine, and return the checkpoint to resume from."""
@@ -188,11 +209,19 @@ class Recipe:
 
 def _set_up_logging(training_args: Any) -> None:
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")  # only with TRL_QURL_DEBUG=1; see quiet()
+    if training_args.world_size == 1:
+        for handler in logging.root.handlers:
+            handler.addFilter(_without_rank)
     # Log slow steps and the route of weights to the engine in one process only.
     logging.getLogger("trl_qurl").setLevel(logging.WARNING if training_args.process_index else logging.INFO)
     if training_args.use_cpu and cpu_settings():
         precision = "bfloat16 autocast" if training_args.bf16 else "float32"
         logger.info("No accelerator found: training on the CPU, in %s (use_cpu, bf16).", precision)
+
+
+def _without_rank(record: logging.LogRecord) -> bool:
+    record.msg = str(record.msg).removeprefix("[RANK 0] ")
+    return True
 
 
 def checkpoint_to_resume(requested: str | bool | None, output_dir: str) -> str | None:

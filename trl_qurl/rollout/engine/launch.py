@@ -27,7 +27,7 @@ from trl_qurl.quantization.storage import cache_directory, cached
 from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.engine.hardware import check_cpu_build, cpu_cache_arguments, weight_bytes
 from trl_qurl.rollout.engine.http import KEY_GUARD
-from trl_qurl.rollout.wire import CPU_LOAD_FORMAT, WORKER_EXTENSION
+from trl_qurl.rollout.wire import COMPILING, CPU_LOAD_FORMAT, WORKER_EXTENSION
 
 CHECKPOINT_FILES = (".safetensors", ".json", ".model", ".txt", ".jinja", ".py")
 MEMORY_SHARE = 0.92  # vLLM's default for --gpu-memory-utilization
@@ -136,9 +136,9 @@ def values_of(extra_args: Sequence[str]) -> dict[str, str]:
 
 def run_server(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
     """Print the command, then exec it with these environment variables and the ones that training needs."""
-    print('Starting vLLM; the server is ready when it says "Application startup complete".')
+    start = f"Starting vLLM{COMPILING * ('enforce_eager' not in values_of(command))}."
+    print(f'{start} The server is ready when it says "Application startup complete".')
     switches = {"VLLM_SERVER_DEV_MODE": "1", **environment}
-    if "enable_lora" in values_of(command):
-        switches["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    switches |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if "enable_lora" in values_of(command) else {}
     print(*(f"{name}={value}" for name, value in switches.items()), shlex.join(command), flush=True)
     os.execve(command[0], list(command), {**os.environ, **switches})
