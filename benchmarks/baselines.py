@@ -104,7 +104,7 @@ def measure_startup(directory: Path) -> Found:
 
 
 def measure_rounding(directory: Path) -> Found:
-    options = ("--schemes", "int8", "--dtypes", "float32", "--directory", str(directory))
+    options = ("--scheme", "int8", "--dtypes", "float32", "--directory", str(directory))
     found = record(directory, "quantizer", *options)
     stream = cell(found, way="stream")
     return {
@@ -155,7 +155,7 @@ def measure_demo(directory: Path) -> Found:
 
 def measure_model(directory: Path, model: str) -> Found:
     output = directory / "mismatch.json"
-    run(*QURL, "mismatch", model, "--schemes", "int8", *FEW, "--output", output)
+    run(*QURL, "mismatch", model, "--scheme", "int8", *FEW, "--output", output)
     return {"model_kl": 1e3 * json.loads(output.read_text())["formats"]["int8"]["kl_k3"]["value"]}
 
 

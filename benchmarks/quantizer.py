@@ -1,7 +1,7 @@
 """What does it cost per step to make the 8-bit weights: our stream, or llm-compressor's `oneshot` + `save_pretrained`?
 
     python benchmarks/quantizer.py
-    python benchmarks/quantizer.py --schemes int8 --dtypes bfloat16 --repeats 9
+    python benchmarks/quantizer.py --scheme int8 --dtypes bfloat16 --repeats 9
 
 The model has the shape of Qwen3-0.6B and random weights, so nothing is downloaded: neither way looks at the values.
 Both start from the policy's parameters, and their results are compared bit for bit. Left out is what follows in a
@@ -290,7 +290,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=Shape.hidden, help="a multiple of 64")
     parser.add_argument("--vocabulary", type=int, default=Shape.vocabulary)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
-    parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=list(SCHEMES))
+    parser.add_argument("--scheme", nargs="+", choices=SCHEMES, default=list(SCHEMES))
     parser.add_argument("--repeats", type=int, default=5, help="timed rounds, after one that is dropped")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu")
@@ -306,7 +306,7 @@ def main() -> None:
     check_quantizer("llmcompressor")
     torch.set_num_threads(arguments.threads)
     shape, device = Shape(arguments.layers, arguments.hidden, arguments.vocabulary), arguments.device
-    cases = list(product(arguments.dtypes, arguments.schemes))
+    cases = list(product(arguments.dtypes, arguments.scheme))
     console = Console(width=None if sys.stdout.isatty() else 110)
     total = sum(weight.numel() for weight in shape.build(torch.float32, torch.device("meta")).parameters())
     record = {"benchmark": "quantizer", **provenance(device, measured="trl_qurl/quantization")}

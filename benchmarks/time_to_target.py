@@ -120,7 +120,7 @@ def print_table(record: dict[str, Any], console: Console) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--formats", nargs="+", choices=[*FORMATS], default=["bf16", "int8"])
+    parser.add_argument("--scheme", nargs="+", choices=[*FORMATS], default=["bf16", "int8"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--rollouts", type=int, default=100)
     parser.add_argument("--target", type=float, default=0.75, help="expected accuracy; a run starts at 0.465")
@@ -139,7 +139,7 @@ def main() -> None:
         record["cells"] = [read_log(path, arguments.target) for path in arguments.logs]
     with tempfile.TemporaryDirectory() as directory:
         for seed in [] if arguments.logs else arguments.seeds:
-            for name in arguments.formats:
+            for name in arguments.scheme:
                 cell = measure(name, seed, arguments.rollouts, arguments.target, Path(directory))
                 record["cells"].append(cell)
     path = write_record(record, arguments.output)

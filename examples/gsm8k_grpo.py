@@ -37,9 +37,12 @@ def as_task(row):
 
 
 if __name__ == "__main__":
-    parser = TrlParser(QuRLGRPOConfig)
+    parser = TrlParser(QuRLGRPOConfig, usage="%(prog)s [--OPTION VALUE ...]")
     parser.set_defaults(**SETTINGS)
-    (args,) = parser.parse_args_and_config()
+    try:
+        (args,) = parser.parse_args_and_config()
+    except ValueError as error:  # an unknown option, or settings that do not fit
+        parser.error(str(error))
     questions = load_dataset("openai/gsm8k", "main", split="train")
     trainer = QuRLGRPOTrainer(
         model="Qwen/Qwen2.5-0.5B-Instruct",

@@ -30,8 +30,8 @@ pytest.register_assert_rewrite("support")
 SCENARIOS = Path(__file__).parent / "scenarios"
 
 # Workers and what they start share the cores, and engines that live for seconds need not be compiled (vLLM compiles
-# its sampler even with `enforce_eager`).
-os.environ |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+# its sampler even with `enforce_eager`). Nothing asks the Hub.
+os.environ |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
 
 # A worker of pytest-xdist is a fork (`forks`), but tests that use `sys.executable` need a fresh Python.
 sys.executable = os.environ.setdefault("TRL_QURL_TESTS_PYTHON", sys.executable)
@@ -93,12 +93,11 @@ DISTRIBUTED_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MAS
 
 
 def child_environment(**extra: str) -> dict[str, str]:
-    """Variables for child processes: one thread each, no network, free ports."""
+    """Variables for child processes: one thread each, free ports."""
     # An engine in this process leaves its rank behind in the environment; a child has its own.
     inherited = {name: value for name, value in os.environ.items() if name not in DISTRIBUTED_VARIABLES}
     return inherited | {
         "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
         "MASTER_PORT": str(free_port()),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         **extra,

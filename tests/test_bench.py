@@ -316,7 +316,7 @@ def test_training_is_measured_as_the_trainer_computes(tmp_path, monkeypatch, giv
 def test_the_command(warm_python, tmp_path, further):
     tiny_model().config.save_pretrained(tmp_path / "model")
     command = [warm_python, "-m", "trl_qurl", "bench", tmp_path / "model", "-o", tmp_path / "bench.json"]
-    command += ["--schemes", "int8", "--prompt-len", "16", "--completion-len", "40"]
+    command += ["--scheme", "int8", "--prompt-len", "16", "--completion-len", "40"]
     command += ["--batch", "16", "--train-batch", "4"]
     command += ["--engine-kwargs", json.dumps(ENGINE), *further]
     done = completed(*command, COLUMNS="80")

@@ -35,7 +35,7 @@ def run_benchmark(name, *arguments, output, python=sys.executable):
 @pytest.mark.skipif(not importlib.util.find_spec("llmcompressor"), reason="needs trl-qurl[llmcompressor]")
 def test_the_quantizer_benchmark_fills_every_cell(warm_python, tmp_path):
     size = ["--layers", "2", "--hidden", "64", "--vocabulary", "512", "--repeats", "3", "--device", "cpu"]
-    further = ["--directory", tmp_path / "work", "--dtypes", "float32", "--schemes", "int8"]
+    further = ["--directory", tmp_path / "work", "--dtypes", "float32", "--scheme", "int8"]
     record = run_benchmark("quantizer", *size, *further, output=tmp_path / "results" / "q.json", python=warm_python)
     assert {"date", "commit", "hardware", "threads", "load_average", "versions", "shape"} <= record.keys()
     assert record["versions"]["torch"] == importlib.metadata.version("torch")

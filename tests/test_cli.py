@@ -15,6 +15,7 @@ from trl_qurl import QuRLGRPOConfig, QuRLPPOConfig, QuRLRLOOConfig, cli
 from trl_qurl.cli import COMMANDS
 from trl_qurl.cli.options import check_model
 from trl_qurl.lab import device
+from trl_qurl.lab.data import load_questions
 from trl_qurl.lab.recipes import rloo
 from trl_qurl.lab.recipes.arguments import merge_settings, take_files
 from trl_qurl.lab.recipes.grpo import parse_arguments
@@ -65,6 +66,7 @@ def test_a_command_imports_its_own_module_and_nothing_heavy():
     [
         (["gpro"], "argument COMMAND: invalid choice: 'gpro' (choose from"),
         (["demo", "--sheme", "int8"], "Unexpected argument --sheme int8; did you mean --scheme?"),
+        (["bench", "model", "--schemes", "int8"], "Unexpected argument --schemes int8; did you mean --scheme?"),
         (["quantize", "model", "out", "--scheme", "in8"], "Unknown quantization scheme 'in8'; did you mean 'int8'? "),
         (["quantize", "model", "out", "more", "--scheme", "int8"], "Unexpected argument more."),
     ],
@@ -79,12 +81,12 @@ def test_a_typing_error_is_named_in_the_last_line(capsys, arguments, message):
     assert last.startswith("trl-qurl") and message in last
 
 
-def test_both_spellings_of_an_option(monkeypatch):
+def test_both_spellings_of_an_option_and_of_a_whole_number(monkeypatch):
     seen = []
     monkeypatch.setattr("trl_qurl.lab.evaluation.command.run", lambda args: seen.append(args.max_tokens) or 0)
     for option in ("--max-tokens", "--max_tokens"):
-        assert cli.main(["eval", "MODEL", "--tasks", "gsm8k", option, "5"]) == 0
-    assert seen == [5, 5]
+        assert cli.main(["eval", "MODEL", "--tasks", "gsm8k", option, "5e3"]) == 0
+    assert seen == [5000, 5000]
 
 
 def test_model_and_dataset_are_proposed_for_what_was_typed(capsys):
@@ -171,8 +173,8 @@ def test_without_an_accelerator_training_is_put_on_the_cpu(monkeypatch, tmp_path
     monkeypatch.setattr("torch.cpu.get_capabilities", lambda: capabilities)
     _, training, _ = parse_arguments(["--output_dir", str(tmp_path)])
     assert (training.use_cpu, training.bf16) == (True, bf16)
-    _, training, _ = parse_arguments(["--output_dir", str(tmp_path), "--bf16", str(not bf16)])
-    assert training.bf16 == (not bf16), "what the user says goes first"
+    _, training, _ = parse_arguments(["--output_dir", str(tmp_path), "--bf16", str(not bf16), "--max_steps", "2e3"])
+    assert training.bf16 == (not bf16) and training.max_steps == 2000, "what the user says goes first"
     monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
     assert device.cpu_settings() == {}
 
@@ -208,6 +210,8 @@ def test_settings_files_that_cannot_be_used(tmp_path, text, message):
         (["--rollout_quantization", "in8"], "; did you mean 'int8'"),
         (["--objective", "tiss"], "; did you mean 'tis'"),
         (["--weight_sync", "steam"], "; did you mean 'stream'"),
+        (["--scheme", "int8"], r"Unknown option --scheme; did you mean --rollout_quantization\?"),
+        (["--ignore", "lm_head"], r"Unknown option --ignore; did you mean --quantization_ignore\?"),
     ],
 )
 def test_bad_training_arguments_get_a_suggestion(arguments, message):
@@ -233,8 +237,22 @@ def test_a_wrong_settings_file_is_reported_before_slow_imports():
     assert done.returncode == 0 and "The settings file gsm9k does not exist" in done.stderr, done.stderr
 
 
-def test_a_directory_without_a_model_is_not_taken_for_a_hub_name(tmp_path):
+def test_a_name_on_the_hub_costs_one_request(monkeypatch):
+    asked = []
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.HfApi.repo_info", lambda api, name, **given: asked.append((name, given)))
     check_model("Qwen/Qwen2.5-0.5B-Instruct")
+    assert asked == [("Qwen/Qwen2.5-0.5B-Instruct", {"repo_type": "model", "timeout": 10})]
+    monkeypatch.setattr("huggingface_hub.HfApi.repo_info", lambda *args, **given: 1 / 0)  # any error of a connection
+    with pytest.raises(ConnectionError, match=r"^some/set is not a local dataset, .* \(division by zero\): give a lo"):
+        load_questions("some/set", "train")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    check_model("Qwen/Qwen2.5-0.5B-Instruct")
+
+
+def test_a_directory_without_a_model_is_not_taken_for_a_hub_name(tmp_path):
+    with pytest.raises(FileNotFoundError, match="a/missing/path does not contain a model"):
+        check_model("a/missing/path")
     with pytest.raises(FileNotFoundError, match="does not contain a model"):
         check_model(str(tmp_path))
     (tmp_path / "config.json").write_text("{}")

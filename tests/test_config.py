@@ -15,6 +15,7 @@ from trl.experimental.gmpo import GMPOConfig
 
 from trl_qurl import QuRLGRPOConfig, QuRLPPOConfig, QuRLRLOOConfig
 from trl_qurl.config import CLIPPED_LOSS_TYPES, TAKEN_ENGINE_ARGUMENTS, QuantizedRolloutsConfig
+from trl_qurl.config.checks import check_types
 from trl_qurl.objective import OBJECTIVES
 from trl_qurl.quantization.formats import TOKEN_CACHES
 
@@ -134,6 +135,7 @@ REFUSED = [
     ({"uaq_scale": "1.5"}, r"uaq_scale is '1\.5', but must be a number\."),
     ({"smooth_activations": "off"}, r"smooth_activations is 'off', but must be True or False or None\."),
     ({"max_steps": 2.5}, r"max_steps is 2\.5, but must be a whole number\."),
+    ({"importance_cap": True}, r"importance_cap is True, but must be a number or None\."),
     ({"num_generations": 0}, r"num_generations is 0, but must be 1 or more\."),
     (
         {"vllm_gpu_memory_utilization": 30},
@@ -328,6 +330,20 @@ def test_changed_settings_that_only_trls_loss_reads_are_named_in_one_warning(obj
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         config(objective="trl", **settings)
+
+
+@pytest.mark.parametrize("objective", [*OBJECTIVES, "trl"])
+def test_a_cap_that_the_objective_does_not_read_is_named(objective):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        config(objective=objective, importance_cap=4.0)
+    effect = f"importance_cap=4.0 only changes the metric mismatch/capped_share with objective={objective!r}: use"
+    said = [(str(warning.message).startswith(effect), warning.filename) for warning in caught]
+    assert said == [(True, config.__code__.co_filename)] * (objective not in ("acr", "tis"))
+
+
+def test_a_list_of_numbers_is_not_checked_as_a_number():  # the beta of TRL's Online DPO
+    check_types(dataclasses.make_dataclass("Betas", [("beta", list[float])])([0.1]))
 
 
 def test_llmcompressor_works_in_one_process(monkeypatch):

@@ -52,7 +52,7 @@ def lines_of(done):
 @pytest.mark.xdist_group("doctor")
 def test_training_and_the_loss_of_a_server_are_tried(tmp_path):
     home = {**PRIVATE, "HOME": str(tmp_path)}  # a server of `warm_python` would not be its own process
-    done = doctor("--json", "--formats", "int8", VLLM_LOGGING_LEVEL="ERROR", **home)
+    done = doctor("--json", "--scheme", "int8", VLLM_LOGGING_LEVEL="ERROR", **home)
     found = lines_of(done)
     assert json.loads(done.stdout)["works"] and done.returncode == 0, done.stdout
     trained = found["train-int8"]["data"]
@@ -91,7 +91,7 @@ def test_quick_starts_no_engine_and_the_page_explains_every_line(warm_python):
 
 def test_without_vllm(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "vllm", None)
-    assert cli.main(["doctor", "--formats", "int8"]) == 1
+    assert cli.main(["doctor", "--scheme", "int8"]) == 1
     printed = capsys.readouterr().out
     assert "FAILED  vllm            vLLM is not installed, but training requires it.\n" in printed
     assert "-> Run `pip install 'trl-qurl[vllm]'`" in printed
@@ -130,7 +130,7 @@ def test_bounds_of_an_extra_hold_beside_its_own_package(monkeypatch):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="another kernel takes its place on a GPU")
 def test_an_engine_that_cannot_start(warm_python):
     broken = {"VLLM_DISABLED_KERNELS": "CPUInt8ScaledMMLinearKernel", "VLLM_LOGGING_LEVEL": "ERROR"}
-    done = doctor("--formats", "int8", python=warm_python, **broken)
+    done = doctor("--scheme", "int8", python=warm_python, **broken)
     assert done.returncode == 1, done.stdout
     assert re.search(r"^FAILED  train-int8 ", done.stdout, re.MULTILINE)
     shown = " ".join(done.stdout.split())
@@ -206,10 +206,12 @@ def test_what_is_tried_follows_from_the_gpus(gpus, monkeypatch):
     assert skipped == on_a_gpu | ({"nccl": "needs 2 GPUs; the tests simulate it"} if gpus < 2 else {})
     assert tried["train-w4a16"] == ("trial", "w4a16", "train-w4a16") and tried["server"] == ("server", "fp8", "server")
     assert all(lines[name].evidence is Evidence.TRIED for name in tried if name != "torch")
+    mixed = '{"re:.*down_proj": "w4a16", "*": "int8"}'
+    assert [*command.examine([mixed], quick=False)] and tried["train-mixed"] == ("trial", mixed, "train-mixed")
 
 
 def test_a_format_that_does_not_exist(capsys):
-    assert cli.main(["doctor", "--formats", "int4"]) == 2
+    assert cli.main(["doctor", "--scheme", "int4"]) == 2
     assert "Unknown quantization scheme 'int4'; did you mean 'w4a16'?" in capsys.readouterr().err
 
 

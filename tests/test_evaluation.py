@@ -137,8 +137,8 @@ def answer(question, correct=True, **changed):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--schemes", "int4"], "int4"),
-        (["--schemes", "int8,int8"], "List each format once, from none, int8, fp8"),
+        (["--scheme", "int4"], "int4"),
+        (["--scheme", "int8,int8"], "--scheme is int8,int8: list each format once"),
         (["--samples", "4"], "--samples 4 requires a --temperature above 0"),
     ],
 )
@@ -146,6 +146,20 @@ def test_bad_arguments_are_refused_first(options, message, tmp_path, capsys):
     out = tmp_path / "out"
     assert cli.main(["eval", "absent", "--tasks", "absent/set", "--output-dir", str(out), *options]) == 2
     assert message in capsys.readouterr().err and not out.exists()
+
+
+def test_formats_by_pattern_have_answers_of_their_own(tmp_path, monkeypatch, capsys):
+    save_tiny(tmp_path / "model")
+    write_questions(tmp_path / "sums.jsonl", 1)
+    asked = []
+    monkeypatch.setattr(worker, "answer_once", lambda job, path: asked.append((job.label, path.name)) or [answer(0)])
+    monkeypatch.setenv("TRL_QURL_CACHE", str(tmp_path))
+    command = ["eval", str(tmp_path / "model"), "--tasks", str(tmp_path / "sums.jsonl"), "--output-dir", str(tmp_path)]
+    for formats in ("none,int8", '{"re:.*q_proj": "none", "re:.*down_proj": "int8"}', '{"re:.*down_proj": "int8"}'):
+        assert cli.main([*command, "--scheme", formats]) == 0, capsys.readouterr().err
+    labels, names = zip(*asked, strict=True)
+    assert labels == ("BF16", "INT8", "INT8", "INT8") and names[:2] == ("none.jsonl", "int8.jsonl")
+    assert len({*names}) == 4 and all(name.startswith("model-int8-") for name in names[2:])
 
 
 # Figures -------------------------------------------------------------------------------------------------------------
@@ -177,7 +191,7 @@ def evaluated(warm_python, tmp_path_factory):
     save_tiny(directory / "model", max_position_embeddings=256)
     write_questions(directory / "sums.jsonl", 6)
     write_questions(directory / "more.jsonl", 4)
-    done = run_eval(warm_python, directory, "whole", "--schemes", "none,int8", "--samples", "4", "--temperature", "1")
+    done = run_eval(warm_python, directory, "whole", "--scheme", "none,int8", "--samples", "4", "--temperature", "1")
     assert done.returncode == 0, done.stderr[-4000:]
     return directory, done
 
@@ -232,7 +246,7 @@ def test_finished_formats_are_not_repeated(evaluated, monkeypatch, capsys):
     monkeypatch.setattr(worker, "call_in_child", lambda *args, **kwargs: pytest.fail("a process started"))
     sampled = ["--samples", "4", "--temperature", "1"]
     again = command("", directory, "whole", *sampled)[3:]
-    assert cli.main([*again, "--schemes", "int8,none"]) == 0
+    assert cli.main([*again, "--scheme", "int8,none"]) == 0
     results = json.loads((directory / "whole" / "results.json").read_text())["results"]
     # The first format is now the other one, from which differences are counted.
     assert [result["format"] for result in results[:2]] == ["INT8", "BF16"]

@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-FORMATS = [*(scheme.name for scheme in candidates(None)), UNQUANTIZED]
+FORMATS = [*candidates(None), UNQUANTIZED]
 
 SETTINGS = {
     "sleep": {"vllm_enable_sleep_mode": True},
@@ -34,7 +34,7 @@ def lines():
     environment = child_environment(PYTHONPATH=str(ROOT))
     for name in ("OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE", "MASTER_PORT"):  # which would hide what graphs do
         environment.pop(name, None)
-    command = [sys.executable, "-m", "trl_qurl", "doctor", "--json", "--formats", *FORMATS]
+    command = [sys.executable, "-m", "trl_qurl", "doctor", "--json", "--scheme", ",".join(FORMATS)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
     assert done.stdout, done.stderr[-5000:]
     return {line["name"]: line for line in json.loads(done.stdout)["lines"]}

@@ -235,14 +235,16 @@ def test_lists_grow_until_an_engine_is_within_the_budget(reached, kept, monkeypa
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--schemes", "int9"], "int9"),
+        (["--scheme", "int9"], "int9"),
         (["--limit", "0"], "limit is 0"),
         (["--samples", "0"], "samples is 0"),
         (["--max-tokens", "4000"], "do not fit into the model's context of 128"),
         (["--questions", "nowhere.txt"], "nowhere.txt does not exist"),
         (["--output", "figures.png"], "--output is figures.png: give the name of a .json file"),
-        (["--kl", "0", "--schemes", "int8"], "--kl is 0: give a positive number"),
-        (["--kl", "1e-3", "--schemes", "int8,fp8"], "exactly one format, but got int8, fp8"),
+        (["--kl", "0", "--scheme", "int8"], "--kl is 0: give a positive number"),
+        (["--kl", "1e-3", "--scheme", "int8,fp8"], "exactly one format, but got int8, fp8"),
+        (["--kl", "1e-3", "--scheme", '{"*": "int8"}'], 'exactly one format, but got {"*": "int8"}'),
+        (["--scheme", "none"], "--scheme is none, but 16 bits are always measured: name a format"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_at_once(arguments, message, tmp_path, capsys):
@@ -270,9 +272,11 @@ def test_formats_that_do_not_fit_the_model_are_left_out_unless_they_were_named(t
     printed = " ".join(capsys.readouterr().out.split())
     assert asked == ["none", "int8"]
     assert "W4A16 is left out: w4a16 cannot quantize 10 of the 14 layers, first model.layers.0." in printed
-    assert cli.main([*command, "--schemes", "int8,w4a16"]) == 2
+    assert cli.main([*command, "--scheme", "int8,w4a16"]) == 2
     assert "w4a16 cannot quantize 10 of the 14 layers" in capsys.readouterr().err
-    assert asked == ["none", "int8"]
+    mixed = {"re:.*down_proj": "none", "*": "int8"}
+    assert cli.main([*command, "--scheme", json.dumps(mixed), "--output", "mixed.json"]) == 0
+    assert asked == ["none", "int8", "none", mixed]
 
 
 @pytest.fixture(scope="module")
@@ -281,7 +285,7 @@ def measured(warm_python, tmp_path_factory):
     directory = tmp_path_factory.mktemp("mismatch")
     save_tiny(directory / "model", model=with_outliers(tiny_model("llama"), 0))
     (directory / "questions.txt").write_text("ab\ncde\nf g\nh1\ni22\njj\nk\nlm\n")  # those of the scenario
-    command = "-m trl_qurl mismatch model --schemes int8 --questions questions.txt --samples 8 --max-tokens 32"
+    command = "-m trl_qurl mismatch model --scheme int8 --questions questions.txt --samples 8 --max-tokens 32"
     command += f" --no-smooth --kl {BUDGET} -o new/out.json"
     variables = {"TRL_QURL_CACHE": str(directory / "cache"), "COLUMNS": "80", "PYTHONPATH": str(ROOT)}
     done = completed(warm_python, *command.split(), cwd=directory, **variables)

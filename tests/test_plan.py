@@ -55,15 +55,9 @@ def test_one_format_is_written_as_before_however_it_is_given():
 EIGHT = {"*": "int8"}
 REFUSED = {
     "unknown name": ({"*": "int9"}, "Unknown quantization scheme 'int9'; did you mean 'int8'?"),
-    "no layer": (
-        {"re:.*down_porj": "fp8"} | EIGHT,
-        "'re:.*down_porj', which matches no layer of Qwen2",
-    ),
+    "no layer": ({"re:.*down_porj": "fp8"} | EIGHT, "'re:.*down_porj', which matches no layer of Qwen2"),
     "kept by a typo": ({"re:.*down_porj": "none"} | EIGHT, "'re:.*down_porj', which matches no layer"),
-    "comes too late": (
-        EIGHT | {"re:.*down_proj": "fp8"},
-        "'re:.*down_proj', which matches only layers of earl",
-    ),
+    "comes too late": (EIGHT | {"re:.*down_proj": "fp8"}, "'re:.*down_proj', which matches only layers of earl"),
     "no regex": ({"re:(": "fp8"}, "rollout_quantization has 're:(', which is not a regular expression"),
     "no JSON": ('{"*": int8}', "not a JSON object such as {"),
     "empty": ({}, "rollout_quantization is {}: write 'none', one of int8"),
@@ -75,7 +69,9 @@ REFUSED = {
         {"re:.*lm_head": "fp8_block"} | EIGHT,
         "fp8_block cannot quantize 1 of the 15 layers, first",
     ),
-    "nothing": ({"*": "none"}, "there is nothing to quantize"),
+    "nothing": ({"*": "none"}, "rollout_quantization is {'*': 'none'}: write 'none', one of int8"),
+    "twice": ('{"*": "int8", "*": "fp8"}', "a pattern is there twice"),
+    "a number": ({1: "int8"}, "rollout_quantization has the pattern 1, which is not text: write it in quotes"),
 }
 
 
@@ -86,6 +82,15 @@ def test_what_cannot_be_planned_is_refused(case):
     with pytest.raises(ValueError) as error:
         make_plan(model, formats, ignore)
     assert message in str(error.value)
+
+
+def test_a_pattern_to_ignore_must_match_something():
+    """Except the default: some models name their head otherwise. The example is the nearest layer, never the head."""
+    model = tiny_model(tie_word_embeddings=False)
+    for pattern, near in {"model.layers.1.mlp.down_porj": "1.mlp.down_proj", "x": "0.self_attn.q_proj"}.items():
+        with pytest.raises(ValueError, match=rf"quantization_ignore \(--ignore\) .*'{pattern}'.*'model.layers.{near}"):
+            make_plan(model, "int8", ["lm_head", pattern])
+    make_plan(model, "int8", ["model.embed_tokens"])
 
 
 @pytest.mark.parametrize("pattern", ["lm_head", r"re:.*\.experts\.", "re:.*self_attn"])

@@ -18,8 +18,13 @@ import trl_qurl
 from trl_qurl.lab import grading
 from trl_qurl.lab.recipes import grpo, ppo, rloo
 from trl_qurl.lab.recipes.arguments import merge_settings, recipes, take_files
-from trl_qurl.lab.recipes.questions import _set_up_logging, checkpoint_to_resume, load_rewards, punishments
-from trl_qurl.trainers.run_log import read_run
+from trl_qurl.lab.recipes.questions import (
+    _set_up_logging,
+    checkpoint_to_resume,
+    tell_other_format,
+)
+from trl_qurl.lab.recipes.rewards import load_rewards, punishments
+from trl_qurl.trainers.run_log import begin_log, read_run
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "examples" / "recipes").glob("*.yaml"))
@@ -367,6 +372,14 @@ def test_another_dataset_drops_the_tasks_of_a_recipe(argv, tasks, tmp_path, capl
     assert script.eval_tasks == [] and script.dataset == "mine.jsonl"
 
 
+@pytest.mark.parametrize(("before", "told"), [("int8", False), (None, True), ({"*": "int8"}, True)])
+def test_a_run_that_resumes_in_another_format_says_so(before, told, tmp_path, caplog):
+    begin_log(tmp_path / "run.jsonl", {"rollout_quantization": before})
+    tell_other_format(tmp_path / "run.jsonl", "int8")
+    expected = [f"Resuming with rollout_quantization=int8; it was {before or 'none'}."]
+    assert [record.message for record in caplog.records] == expected * told
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -374,7 +387,7 @@ def test_another_dataset_drops_the_tasks_of_a_recipe(argv, tasks, tmp_path, capl
         ("objective: off", "objective is False, but must be one of 'acr', 'tis'"),
         ("rollout_quantization: 8", "rollout_quantization is 8: write 'none', one of int8"),
         ("quantization_ignore:", r"quantization_ignore is None, but must be a list of patterns, or \[\] for none"),
-        ("quantization_ignore: [1]", r"quantization_ignore is \[1\], but must be a list of patterns"),
+        ("quantization_ignore: [1]", "quantization_ignore has the pattern 1, which is not text"),
         ("env: [A]", r"env in .*mine.yaml is \['A'\]: write a line `NAME: value` below it for each variable"),
     ],
 )

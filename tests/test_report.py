@@ -108,6 +108,8 @@ def test_the_table_and_the_picture(tmp_path, capsys, monkeypatch):
     assert tis == ["tis", "0.25", "0", "–", "–", "–", "–", "–"]
     assert any("eval sums/actor avg@1" in line for line in lines) and not any("tokens" in line for line in lines)
     assert lines[-1] == f"Picture: {picture}" and picture.read_bytes().startswith(b"\x89PNG")
+    assert main(["report", str(tmp_path), "-o", str(picture)]) == 0, "the runs below a directory"
+    assert capsys.readouterr().out.splitlines() == lines
 
 
 def test_bad_input_is_an_error(tmp_path, capsys, monkeypatch):

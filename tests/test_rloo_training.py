@@ -57,7 +57,7 @@ def test_a_run_that_resumes_inside_a_rollout_is_the_run_that_never_stopped(runs)
 def test_the_model_card_names_algorithm_objective_and_paper(runs):
     card = (runs[0] / "whole" / "README.md").read_text()
     assert "The algorithm is RLOO." in card and "The objective is `tis` (Eq. 5 of QuRL)" in card
-    assert "arXiv:2602.13953" in card
+    assert "eprint       = {2602.13953}" in card and "Elangovan" in card
 
 
 @pytest.mark.parametrize("name", RUNS)

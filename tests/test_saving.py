@@ -3,6 +3,7 @@
 import json
 import os
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,11 +13,13 @@ from safetensors.torch import load_file
 from support.training import SAME
 from tiny import stream_of, tiny_model, tiny_tokenizer
 from transformers import AutoTokenizer, GenerationConfig
+from trl.trainer.utils import generate_model_card
 
-from trl_qurl.quantization import SCHEMES, write_checkpoint
+from trl_qurl.quantization import SCHEMES, make_plan, write_checkpoint
 from trl_qurl.quantization.storage import check_replaceable
 from trl_qurl.rollout.routes import AdapterRoute, policy_parameters
 from trl_qurl.trainers.engine import QuantizedEngineMixin
+from trl_qurl.trainers.model_card import add_rollouts
 from trl_qurl.trainers.saving import main_process_only
 
 KINDS = ["full", "lora"]
@@ -44,6 +47,17 @@ def fresh(saved, run_scenario):
     """Log-probabilities of engines started from what was saved at the end."""
     probes = run_scenario("fresh_engine.py", *(saved[1][kind]["directory"] for kind in KINDS))
     return dict(zip(KINDS, probes, strict=True))
+
+
+def test_the_card_of_a_local_model_names_it(tmp_path):
+    (tmp_path / "run").mkdir()
+    generate_model_card(None, "run", None, None, [], None, None, "GRPO").save(tmp_path / "run" / "README.md")
+    parts = {"sync.route.is_merged": True, "weights.plan": make_plan(tiny_model(), "int8")}
+    generation = Mock(**parts, **{"model.config._name_or_path": "models/mine/"})
+    add_rollouts("GRPO", SimpleNamespace(output_dir=tmp_path / "run", round_base=False), generation)
+    card = (tmp_path / "run" / "README.md").read_text()
+    assert "a fine-tuned version of `mine`." in card and 'model="run"' in card
+    assert "None" not in card and "licence" not in card
 
 
 def weights_of(directory):
@@ -149,7 +163,7 @@ class TestFiles:
             algorithm,
             "The objective is `acr` (Eq. 9 of QuRL)",
             "; exact: `lm_head`).",
-            "arXiv:2602.13953",
+            "eprint       = {2602.13953}",
             "Cite TRL as",
         ):
             assert part in card.text, part

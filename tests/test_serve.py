@@ -247,7 +247,8 @@ def test_the_key_is_neither_printed_nor_in_the_command(model, capfd, monkeypatch
     monkeypatch.setenv(http.API_KEY_VARIABLE, "a-secret")
     cli.main(["serve", str(model), "--scheme", "none"])
     assert started["env"][http.API_KEY_VARIABLE] == "a-secret"
-    assert started["env"]["VLLM_SERVER_DEV_MODE"] == "1"
+    assert started["env"]["VLLM_SERVER_DEV_MODE"] == "1" and "--disable-uvicorn-access-log" in started["words"]
+    assert started["env"]["PYTHONWARNINGS"].startswith("ignore:resource_tracker:UserWarning,"), "leaked semaphores"
     assert "a-secret" not in " ".join([*started["words"], *capfd.readouterr()])
 
 

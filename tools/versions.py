@@ -172,7 +172,7 @@ def counts(report: Path) -> str:
 
 def smoke(row: Row, folder: Path, source: Path) -> str:
     """Train on quantized rollouts, in one process and through a server; returns whether that works."""
-    doctor = [str(folder / "venv/bin/trl-qurl"), "doctor", "--formats", "int8"]
+    doctor = [str(folder / "venv/bin/trl-qurl"), "doctor", "--scheme", "int8"]
     server = [str(folder / "venv/bin/python"), "-m", "pytest", "-q", "-p", "no:cacheprovider", SERVER_TEST]
     works = tell(row, folder, doctor, folder / "doctor.log", folder)
     works &= tell(row, folder, server, folder / "server.log", source)

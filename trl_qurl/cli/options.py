@@ -27,25 +27,49 @@ def add_ignore(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def whole_number(text: str) -> int:
+    """Read an integer, also one written as 1e3."""
+    return int(float(text)) if "e" in text.lower() and float(text).is_integer() else int(text)
+
+
 def did_you_mean(words: Iterable[str], names: Sequence[str]) -> str:
     """Return `"; did you mean NAME?"`, or `"."` if no name is similar enough."""
     matches = [name for word in words for name in get_close_matches(word, names, 1)]
     return f"; did you mean {' '.join(matches)}?" if matches else "."
 
 
-def add_scheme(parser: argparse.ArgumentParser, **options: Any) -> None:
+def add_scheme(parser: argparse.ArgumentParser, note: str = "", **options: Any) -> None:
     """Add `--scheme`, for `read_formats`."""
     from trl_qurl.quantization.formats import EXAMPLE, SCHEMES, UNQUANTIZED
 
     names = f"{', '.join(SCHEMES)}, or {UNQUANTIZED} for 16 bits"
-    text = f"{names}; or a JSON object of formats by pattern, of which the first match wins: '{EXAMPLE}'"
-    parser.add_argument("--scheme", metavar="FORMAT", help=text, **options)
+    text = f"{names}; or a JSON object of formats by pattern, of which the first match wins: '{EXAMPLE}'{note}"
+    parser.add_argument("--scheme", **{"metavar": "FORMAT", "help": text} | options)
+
+
+def check_hub(name: str, kind: str) -> None:
+    """Ask the Hub once about a model or dataset; raise `ConnectionError` if that fails, as libraries retry."""
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        if not constants.HF_HUB_OFFLINE:
+            HfApi().repo_info(name, repo_type=kind, timeout=10)
+    except (HfHubHTTPError, HFValidationError):
+        pass  # a wrong name, or one without access: loading it says so
+    except Exception as error:  # of the HTTP library
+        raise ConnectionError(
+            f"{name} is not a local {kind}, and the Hub cannot be reached ({error}): give a local path, check the "
+            "network, or set HF_HUB_OFFLINE=1 to use what was downloaded before."
+        ) from None
 
 
 def check_model(name_or_path: str) -> None:
-    """Raise if a local directory holds no model; transformers and vLLM would look it up on the Hub."""
-    is_local = name_or_path.startswith((".", "/", "~")) or Path(name_or_path).is_dir()
+    """Raise if a local directory holds no model, which libraries would look up on the Hub, or that is out of reach."""
     directory = Path(name_or_path).expanduser()
+    is_local = name_or_path.startswith((".", "/", "~")) or directory.is_dir() or name_or_path.count("/") > 1
+    if not is_local:
+        check_hub(name_or_path, "model")
     if not is_local or (directory / "config.json").is_file():
         return
     if (directory / "adapter_config.json").is_file():

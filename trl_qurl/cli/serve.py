@@ -11,7 +11,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     key = "Needs an API key in the environment variable VLLM_API_KEY, for every request"
     parser.epilog = f"{key}; set the same for the trainer. Nothing is encrypted."
     parser.add_argument("model", metavar="MODEL", help="full-precision model: name on the Hub, or a local directory")
-    add_scheme(parser, default="int8")
+    add_scheme(parser, " (default: %(default)s)", default="int8")
     add_ignore(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on (default: %(default)s)")

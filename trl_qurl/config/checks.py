@@ -6,7 +6,7 @@ from dataclasses import fields
 from difflib import get_close_matches
 from numbers import Integral, Real
 from types import NoneType
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 HARMLESS = ("stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "max_tokens", "skip_special_tokens")
 """Those of vLLM's `SamplingParams` that leave a token's distribution alone. Any other may change it."""
@@ -45,8 +45,10 @@ def check_types(config: Any) -> None:
     """Raise `ValueError` for a number, or True or False, that is something else: YAML and Python do not check it."""
     hints = get_type_hints(type(config))
     for field in fields(config):
-        value, kinds = getattr(config, field.name), get_args(hints[field.name]) or (hints[field.name],)
-        if KINDS.keys() >= set(kinds) and not isinstance(value, tuple(KINDS[kind][0] for kind in kinds)):
+        value, hint = getattr(config, field.name), hints[field.name]
+        kinds = (hint,) if get_origin(hint) is list else get_args(hint) or (hint,)
+        is_bool = isinstance(value, bool) and bool not in kinds  # a number to Python
+        if KINDS.keys() >= set(kinds) and (is_bool or not isinstance(value, tuple(KINDS[kind][0] for kind in kinds))):
             words = " or ".join(KINDS[kind][1] for kind in kinds)
             raise ValueError(f"{field.name} is {value!r}, but must be {words}.")
 

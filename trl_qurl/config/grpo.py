@@ -31,8 +31,8 @@ class QuRLGRPOConfig(QuantizedRolloutsConfig, GRPOConfig):
     > Objective
 
     Args:
-        objective: `acr` (QuRL, Eq. 9), `tis` (FlashRL, Eq. 5), `decoupled` (Eq. 4), `quantized_ratio` (Eq. 3) or
-            `naive` (Eq. 1). `trl` is TRL's own loss and correction, which TRL's `vllm_importance_sampling_*` set.
+        objective: `acr` (QuRL, Eq. 9), `tis` (FlashRL, Eq. 5), `decoupled` (Eq. 4), `quantized_ratio` (Eq. 3),
+            `naive` (Eq. 1) or `trl`, TRL's own loss and correction, which TRL's `vllm_importance_sampling_*` set.
             Defaults to `acr`, to `tis` with a loss that `acr` does not support (GSPO, CISPO, ...), and to `trl` with
             another correction of TRL's, or none.
 

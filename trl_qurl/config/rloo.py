@@ -19,8 +19,8 @@ class QuRLRLOOConfig(QuantizedRolloutsConfig, RLOOConfig):
     > Objective
 
     Args:
-        objective: `tis` (FlashRL, Eq. 5), `decoupled` (Eq. 4), `quantized_ratio` (Eq. 3) or `naive` (Eq. 1), as for
-            GRPO. `trl` is TRL's own loss without a correction. `acr` is rejected: it lifts the clip bounds of single
+        objective: `tis` (FlashRL, Eq. 5), `decoupled` (Eq. 4), `quantized_ratio` (Eq. 3) and `naive` (Eq. 1), as for
+            GRPO, or `trl`, TRL's own loss without a correction. `acr` is rejected: it lifts the clip bounds of single
             tokens, but RLOO clips one ratio per completion.
     """
 

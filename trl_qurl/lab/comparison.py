@@ -10,12 +10,12 @@ from dataclasses import asdict, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trl_qurl.cli.options import add_ignore
+from trl_qurl.cli.options import add_ignore, add_scheme
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from trl_qurl.quantization.scheme import QuantizationScheme
+    from trl_qurl.quantization.plan import Formats
 
 BASELINE = "none"
 """Name of rollouts in 16 bits."""
@@ -28,19 +28,32 @@ def option(default: Any, text: str) -> Any:
 
 def add_options(parser: argparse.ArgumentParser, output: Path) -> None:
     """Add the options for formats, engines and the output file."""
-    from trl_qurl.quantization.formats import SCHEMES
-
-    parser.add_argument(
-        "--schemes",
-        type=lambda names: names.split(","),
-        metavar="FORMAT[,FORMAT...]",
-        help=f"any of {', '.join(SCHEMES)} (default: all that this machine and the model support)",
-    )
+    add_schemes(parser, " (default: all that this machine and the model support)")
     add_ignore(parser)
     add_kwargs(parser)
     parser.add_argument(
         "-o", "--output", type=Path, default=output, help="JSON file with all results (default: %(default)s)"
     )
+
+
+def add_schemes(parser: argparse.ArgumentParser, note: str, **options: Any) -> None:
+    """Add `--scheme` for one or several formats, also to `trl-qurl eval` and `doctor`."""
+    add_scheme(parser, note, type=split_schemes, metavar="FORMAT[,FORMAT...]", **options)
+
+
+def split_schemes(text: str) -> list[str]:
+    """Split names with commas between them; a JSON object of formats by pattern is one format."""
+    return [text] if text.lstrip().startswith("{") else [name.strip() for name in text.split(",")]
+
+
+def read_schemes(names: Sequence[str]) -> dict[str, Formats]:
+    """Return formats, as `--scheme` lists them, by short name; `ValueError` if one is unknown or there twice."""
+    from trl_qurl.quantization.plan import format_name, read_formats
+
+    formats: dict[str, Formats] = {format_name(form := read_formats(name, "--scheme")): form for name in names}
+    if len(formats) < len(names):
+        raise ValueError(f"--scheme is {','.join(names)}: list each format once.")
+    return formats
 
 
 def add_kwargs(
@@ -67,17 +80,19 @@ def check_output(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
 
 
-def candidates(names: Sequence[str] | None) -> list[QuantizationScheme]:
-    """Return the named formats; without names, all with kernels on this machine."""
-    from trl_qurl.quantization.formats import get_scheme
+def candidates(names: Sequence[str] | None) -> dict[str, Formats]:
+    """Return the named formats without 16 bits, the baseline; without names, all with kernels on this machine."""
     from trl_qurl.rollout.engine.hardware import available_formats
 
-    return [get_scheme(name) for name in (available_formats() if names is None else names)]
+    formats = read_schemes(available_formats() if names is None else names)
+    if formats.keys() == {BASELINE}:
+        raise ValueError("--scheme is none, but 16 bits are always measured: name a format to compare with them.")
+    return {name: form for name, form in formats.items() if form is not None}
 
 
 def fitting_formats(
     model: Any, names: Sequence[str] | None, ignore: Sequence[str], say: Callable[[str], None]
-) -> list[QuantizationScheme]:
+) -> dict[str, Formats]:
     """Return the named formats; without `names`, all that fit the model: `say` gets a message for each other one.
 
     The model's weights are not needed. Raises `ValueError` if a requested format does not fit, or there is nothing to
@@ -85,15 +100,15 @@ def fitting_formats(
     """
     from trl_qurl.quantization.plan import make_plan
 
-    fitting = []
-    for scheme in candidates(names):
+    fitting = candidates(names)
+    for name, formats in [*fitting.items()]:
         try:
-            make_plan(model, scheme.name, ignore)
-            fitting.append(scheme)
+            make_plan(model, formats, ignore)
         except ValueError as error:
             if names is not None:
                 raise
-            say(f"{scheme.label} is left out: {error}")
+            say(f"{label(name)} is left out: {error}")
+            del fitting[name]
     return fitting
 
 

@@ -16,6 +16,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trl_qurl.cli.options import check_hub
 from trl_qurl.lab.grading import as_solution
 
 if TYPE_CHECKING:
@@ -66,6 +67,8 @@ def load_questions(
         raise ValueError(f"limit={limit} leaves no questions: give a positive number, or None for all questions.")
     is_path = name_or_path.startswith((".", "/", "~")) or Path(name_or_path).exists()
     is_local = is_path or _suffix(name_or_path) in SUFFIXES
+    if not is_local:
+        check_hub(name_or_path, "dataset")
     rows: Any = _read(name_or_path, keep_columns) if is_local else load_dataset(name_or_path, config, split=split)
     if len(rows) == 0:
         raise ValueError(f"{name_or_path} contains no questions.")

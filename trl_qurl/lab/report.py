@@ -36,7 +36,9 @@ BOOKKEEPING = re.compile(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `trl-qurl report`."""
-    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="output_dir of a run, or its run.jsonl(.gz)")
+    parser.add_argument(
+        "runs", metavar="RUN", nargs="+", type=Path, help="output_dir of a run or of several, or a run.jsonl(.gz)"
+    )
     parser.add_argument(
         "-o", "--output", type=Path, default=Path("report.png"), help="picture to write (default: %(default)s)"
     )
@@ -47,7 +49,9 @@ def run(args: argparse.Namespace) -> int:
     require("A report", "matplotlib", "rich", extra="report")
     from rich.console import Console
 
-    logs = [read_run(path) for path in args.runs]
+    # A directory of runs stands for all of them.
+    below = {path: [] if (path / RUN_LOG).exists() else sorted(path.glob(f"*/{RUN_LOG}")) for path in args.runs}
+    logs = [read_run(log) for path in args.runs for log in below[path] or [path]]
     if empty := [log.path for log in logs if not log.rows]:
         raise ValueError(f"{empty[0]} has no rows yet: leave this run out, or wait for its first logging_steps.")
     runs = label_runs(logs)

@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any
 
 from torch import nn
@@ -81,6 +82,9 @@ def make_plan(model: nn.Module, formats: Formats, ignore: Iterable[str] = ("lm_h
     if formats is None:
         return QuantizationPlan(ignore=tuple(kept))
     rules, layers = read_rules(formats), model_layers(model)
+    for pattern in ignore:
+        if pattern != HEAD:  # the default; some models name their head otherwise
+            _check_useful(model, layers, pattern, True, "quantization_ignore (--ignore)")
     _check_head(model, [*((pattern, None) for pattern in kept), *rules])
     chosen: dict[str, QuantizationScheme | None] = {name: None for name in layers if layers[name].matches(kept)}
     targets: dict[QuantizationScheme, list[str]] = {}
@@ -93,7 +97,7 @@ def make_plan(model: nn.Module, formats: Formats, ignore: Iterable[str] = ("lm_h
         if pattern == REST:
             patterns = linear_targets([*kept, *(earlier for earlier, _ in rules[:number])])
         elif not own:
-            _check_useless(model, pattern, scheme is None, matched, min(layers))
+            _check_useful(model, layers, pattern, scheme is None, "rollout_quantization (--scheme)")
         chosen |= dict.fromkeys(own, scheme)
         if scheme is not None and own:
             targets.setdefault(scheme, []).extend(patterns)
@@ -113,12 +117,17 @@ def make_plan(model: nn.Module, formats: Formats, ignore: Iterable[str] = ("lm_h
 def read_formats(value: Any, setting: str = "rollout_quantization") -> str | dict[str, str] | None:
     """Check formats from Python, YAML or a command line (a JSON object if several); `ValueError` if wrong."""
     try:
-        value = json.loads(value) if isinstance(value, str) and value.lstrip().startswith("{") else value
+        if isinstance(value, str) and value.lstrip().startswith("{"):
+            if len(pairs := json.loads(value, object_pairs_hook=list)) > len(dict(pairs)):
+                raise ValueError("a pattern is there twice")
+            value = dict(pairs)
     except ValueError as error:
         raise ValueError(f"{setting} is {value!r}, not a JSON object such as {EXAMPLE}: {error}.") from None
     if isinstance(value, Mapping) and value and not any(isinstance(name, Mapping) for name in value.values()):
         check_patterns(list(value), setting)
-        return {pattern: format_name(read_formats(name, setting)) for pattern, name in value.items()}
+        formats = {pattern: format_name(read_formats(name, setting)) for pattern, name in value.items()}
+        if schemes_of(formats):
+            return formats
     if not isinstance(value, str | None):  # YAML reads `off` as False
         names = f"{UNQUANTIZED!r}, one of {', '.join(SCHEMES)}"
         raise ValueError(f"{setting} is {value!r}: write {names}, or formats by pattern such as {EXAMPLE}.")
@@ -142,10 +151,12 @@ def format_name(formats: Formats) -> str:
 
 
 def check_patterns(patterns: Any, name: str) -> None:
-    """Raise `ValueError` for a pattern that starts with `re:` but is not a regular expression."""
-    if not isinstance(patterns, list | tuple) or not all(isinstance(pattern, str) for pattern in patterns):
+    """Raise `ValueError` for a pattern that is not text, or starts with `re:` but is not a regular expression."""
+    if not isinstance(patterns, list | tuple):
         raise ValueError(f"{name} is {patterns!r}, but must be a list of patterns, or [] for none.")
     for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise ValueError(f"{name} has the pattern {pattern!r}, which is not text: write it in quotes.")
         try:
             re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
         except re.error as error:
@@ -180,15 +191,17 @@ def stored_formats(config: Mapping[str, Any], tensors: Iterable[str]) -> dict[st
     return {layer: targets[match_targets(layer, LINEAR, targets)[0]] for layer in layers}
 
 
-def _check_useless(model: Any, pattern: str, is_kept: bool, matched: Sequence[str], example: str) -> None:
-    """Raise `ValueError` for a pattern without a layer of its own; one for 16 bits may match any module."""
+def _check_useful(model: Any, layers: Mapping[str, Layer], pattern: str, is_kept: bool, setting: str) -> None:
+    """Raise `ValueError` for a pattern that decides about no layer; one for 16 bits may match any module."""
+    matched = any(layer.matches([pattern]) for layer in layers.values())
     modules = plain_model(model).named_modules()
     if is_kept and (matched or any(Layer((path,), module).matches([pattern]) for path, module in modules)):
         return
-    reason = f"no layer of {type(plain_model(model)).__name__}: use names such as {example!r}"
+    near = *get_close_matches(pattern, layers, 1), *layers
+    reason = f"no layer of {type(plain_model(model)).__name__}: use names such as {near[0]!r}"
     if matched:
         reason = "only layers of earlier patterns, or of quantization_ignore: put it before those"
-    raise ValueError(f"rollout_quantization (--scheme) has the pattern {pattern!r}, which matches {reason}.")
+    raise ValueError(f"{setting} has the pattern {pattern!r}, which matches {reason}.")
 
 
 def _check_head(model: Any, rules: Iterable[tuple[str, QuantizationScheme | None]]) -> None:

@@ -5,6 +5,7 @@ import inspect
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from accelerate.utils import is_peft_model
@@ -169,8 +170,12 @@ def check_adapter(model: Any, peft_config: Any) -> None:
 
 def check_full_precision(model: Any, quantization_config: Any, loading: Mapping[str, Any]) -> None:
     """Raise `ValueError` if the model is, or would be loaded, quantized: a sync needs full-precision weights."""
-    given = quantization_config, *loading.values()
-    configs = [value for value in given if isinstance(value, QuantizationConfigMixin)]
+    if isinstance(model, str) and (model[:1] in "./~" or model.count("/") > 1) and not Path(model).is_dir():
+        way = "give a directory with a config.json, or a name on the Hub such as Qwen/Qwen2.5-0.5B-Instruct"
+        raise FileNotFoundError(f"The model {model} does not exist: {way}.")
+    configs = [
+        value for value in (quantization_config, *loading.values()) if isinstance(value, QuantizationConfigMixin)
+    ]
     causes = [type(config).__name__ for config in configs if not vars(config).get("dequantize")]
     if isinstance(model, str) and not configs:
         with suppress(OSError):  # loading it says what is missing

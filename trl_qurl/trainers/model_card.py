@@ -13,9 +13,11 @@ QURL = {
     "id": "2602.13953",
     "citation": """@inproceedings{qurl2026,
     title        = {{QuRL: Efficient Reinforcement Learning with Quantized Rollout}},
+    author       = {Li, Yuhang and Elangovan, Reena and Dong, Xin and Panda, Priyadarshini and Khailany, Brucek},
     year         = 2026,
     booktitle    = {ICLR},
-    eprint       = {arXiv:2602.13953},
+    eprint       = {2602.13953},
+    archivePrefix = {arXiv},
 }""",
 }
 """The paper, in the format of TRL's cards (`_paper`)."""
@@ -34,6 +36,10 @@ def add_rollouts(algorithm: str, args: Any, generation: Any) -> None:
     sentences.append("All settings are in `run.jsonl`.")
     card = ModelCard.load(path := Path(args.output_dir) / "README.md")
     head, mark, tail = card.text.partition("### Framework versions")
+    base = Path(generation.model.config._name_or_path).name  # TRL only names models on the Hub
+    head = head.replace("[None](https://huggingface.co/None)", f"`{base}`")
+    head = head.replace('model="None"', f'model="{path.parent.name}"')
+    vars(card.data).pop("licence", None)  # a placeholder
     card.text = "\n\n".join([head.rstrip(), "### Quantized rollouts", " ".join(sentences), mark + tail])
     card.save(path)
 

@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     check_model(args.model)
     check_output(args.output)
     console = Console()
-    result = bench(args.model, workload, args.schemes, args.ignore, args.engine_kwargs, console.print, args.output)
+    result = bench(args.model, workload, args.scheme, args.ignore, args.engine_kwargs, console.print, args.output)
     console.print(build_table(result))
     for line in sentences(result):
         console.print(line)
@@ -66,7 +66,7 @@ def bench(
     Args:
         model: Hub name or directory with a `config.json`. No weights are needed.
         workload: The step to predict.
-        schemes: Format names; by default all that this machine and the model support.
+        schemes: Formats, as `--scheme` lists them; by default all that this machine and the model support.
         ignore: Modules to keep in full precision.
         engine_kwargs: Extra arguments for `vllm.LLM`.
         say: Called with each progress message.
@@ -84,16 +84,16 @@ def bench(
     _check(workload, schemes)
     with tempfile.TemporaryDirectory() as directory:
         empty = save_config(model, workload, directory)
-        parts = [BASELINE, *(scheme.name for scheme in fitting_formats(empty, schemes, ignore, say))]
+        parts: dict[str, Any] = {BASELINE: BASELINE, **fitting_formats(empty, schemes, ignore, say)}
         share = engine_kwargs.get("gpu_memory_utilization", ENGINE_SHARE)
         result = Bench(model, workload, too_large=why_too_large(empty, workload.lora_rank, find_device(), share))
         if result.too_large is None:
-            parts.append(TRAINING)
+            parts[TRAINING] = TRAINING
         else:
             say(result.too_large)
         job = Job(BASELINE, directory, workload, tuple(ignore), result.too_large is None, dict(engine_kwargs))
-        for number, part in enumerate(parts, 1):
-            job = replace(job, part=part)
+        for number, (part, formats) in enumerate(parts.items(), 1):
+            job = replace(job, part=formats)
             is_eager = part == TRAINING or engine_kwargs.get("enforce_eager", not find_device().is_gpu)
             say(f"Measuring {job.description} ({number} of {len(parts)}){COMPILING * (not is_eager)}")
             try:

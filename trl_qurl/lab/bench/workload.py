@@ -64,7 +64,7 @@ class Workload:
 class Job:
     """A measurement in one process: of an engine, or of learning from its rollouts."""
 
-    part: str  # format of the engine, `BASELINE` for 16 bits, or `TRAINING`
+    part: str | dict[str, str]  # format of the engine, or formats by pattern, `BASELINE`, or `TRAINING`
     config_dir: str  # directory with the model's `config.json`
     workload: Workload
     ignore: tuple[str, ...] = ("lm_head",)  # modules to keep in full precision

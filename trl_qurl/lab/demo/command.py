@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output-dir", type=Path, default=Path("demo-output"), help="directory for plot and log")
     parser.add_argument("--rollouts", type=int, help="number of rollouts (default: 120; 20 with --model)")
     parser.add_argument("--required-share", type=float, default=0.4, help="fail if fewer of the errors are corrected")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of data, weights and sampling (default: %(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:

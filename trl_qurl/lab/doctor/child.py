@@ -30,7 +30,7 @@ ADVICE = {
     "containers with --shm-size=8g.",
     r"[Ff]ailed to find a kernel": "vLLM has no kernel for this format here, or VLLM_DISABLED_KERNELS disables it: "
     "see the lines `formats` and `variables`.",
-    r"cannot reload its kernel": "Use another rollout_quantization; `trl-qurl doctor --formats FORMAT` tries one.",
+    r"cannot reload its kernel": "Use another rollout_quantization; `trl-qurl doctor --scheme FORMAT` tries one.",
 }
 """Advice by pattern of an error from the underlying libraries, whose messages name the problem but not the fix."""
 

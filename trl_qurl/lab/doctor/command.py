@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
+from trl_qurl.lab.comparison import read_schemes, split_schemes
 from trl_qurl.lab.doctor.child import check_in_child
 from trl_qurl.lab.doctor.environment import INSPECTIONS
 from trl_qurl.lab.doctor.report import Evidence, Line, Status, as_json, as_text
@@ -25,9 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="skip the trials, which start engines")
     parser.add_argument("--json", action="store_true", help="print JSON for bug reports: no secrets, no home paths")
     parser.add_argument(
-        "--formats",
-        nargs="+",
-        metavar="FORMAT",
+        "--scheme",
+        type=split_schemes,
+        metavar="FORMAT[,FORMAT...]",
         default=[],
         help="formats to train in; none means 16 bits (default: the first that this machine has kernels for)",
     )
@@ -35,14 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the checks and print each line as soon as it is ready."""
-    if args.formats:
-        with suppress(ImportError, OSError):  # if torch cannot be imported, the report says so
-            from trl_qurl.quantization.plan import read_formats
-
-            for name in args.formats:
-                read_formats(name)
+    with suppress(ImportError, OSError):  # if torch cannot be imported, the report says so
+        read_schemes(args.scheme)
     lines: list[Line] = []
-    for line in examine(args.formats, args.quick):
+    for line in examine(args.scheme, args.quick):
         if not args.json:
             if not lines or line.evidence is not lines[-1].evidence:
                 print(f"{line.evidence}:")
@@ -70,9 +67,10 @@ def examine(formats: Sequence[str], quick: bool) -> Iterator[Line]:
     results += (devices := check_in_child("torch", "device", IMPORT_SECONDS))
     yield from devices
     forms, gpus = formats or devices[-1].data.get("formats", ["int8"])[:1], devices[0].data.get("gpus", 0)
-    trials = [(form, f"train-{form}", "trial", 0) for form in forms] + [(forms[0], *trial) for trial in TRIALS]
+    names = {form: f"train-{'mixed' if form.startswith('{') else form}" for form in forms}
+    trials = [(form, name, "trial", 0) for form, name in names.items()] + [(forms[0], *trial) for trial in TRIALS]
     for form, name, module, least_gpus in trials:
-        required = ("vllm", "torch", f"train-{form}")
+        required = ("vllm", "torch", names[form])
         failed = [line.name for line in results if line.status is Status.FAILED and line.name in required]
         reason = ""
         if failed:

@@ -69,7 +69,7 @@ def describe_gpus(built: str) -> Line:
 def describe_cpu(built: str) -> Line:
     """Describe the processor, on which everything runs."""
     cpu = torch.cpu.get_capabilities()
-    processor = f"{cpu['cpu_name']}, {torch.get_num_threads()} threads"
+    processor = f"{cpu['cpu_name']}, {(count := torch.get_num_threads())} thread{'s' * (count > 1)}"
     text, advice = f"{built}, no NVIDIA driver: everything runs on the CPU ({processor})", ""
     if not any(cpu.get(name) for name in BF16_INSTRUCTIONS):
         advice = (
@@ -82,7 +82,7 @@ def describe_cpu(built: str) -> Line:
 
 def check_formats() -> Line:
     """List the formats with vLLM kernels on this machine, and what the others need."""
-    here = [*(scheme.name for scheme in candidates(None)), UNQUANTIZED]
+    here = [*candidates(None), UNQUANTIZED]
     text = f"vLLM runs {', '.join(here)} (16 bits) here"
     others = [f"{name} {'.'.join(map(str, SCHEMES[name].lowest_gpu))}" for name in SCHEMES if name not in here]
     if others:

@@ -12,13 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from trl_qurl.cli.options import add_ignore, check_model
-from trl_qurl.lab.comparison import add_kwargs, write_json
+from trl_qurl.lab.comparison import BASELINE, add_kwargs, add_schemes, read_schemes, write_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `trl-qurl eval`."""
-    from trl_qurl.quantization.formats import SCHEMES, UNQUANTIZED
-
     parser.epilog = "Run the same command again to continue: formats that are finished are not repeated."
     parser.add_argument("model", metavar="MODEL", help="Hub name or local directory")
     parser.add_argument(
@@ -28,12 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="any of gsm8k, math500, aime24, amc23, minerva, olympiad; local .jsonl(.gz) files; "
         "owner/set[:config:split]; name=source",
     )
-    parser.add_argument(
-        "--schemes",
-        default=UNQUANTIZED,
-        metavar="FORMAT[,FORMAT...]",
-        help=f"number formats for the same weights: {', '.join([UNQUANTIZED, *SCHEMES])} (default: %(default)s)",
-    )
+    add_schemes(parser, " (default: none)", default=BASELINE)
     parser.add_argument("--samples", type=int, default=1, metavar="K", help="answers per question (default: 1)")
     parser.add_argument(
         "--temperature", type=float, default=0.0, help="0 for greedy answers (default); the paper samples at 1 or 0.6"
@@ -41,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-p", type=float, default=0.7, help="top-p for sampling (default: the paper's 0.7)")
     parser.add_argument("--max-tokens", type=int, default=2048, help="longest completion (default: %(default)s)")
     parser.add_argument("--limit", type=int, metavar="N", help="use only the first N questions of each task")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="for sampling (default: %(default)s)")
     parser.add_argument("--output-dir", type=Path, help="where to save answers and results (default: eval-MODEL)")
     add_ignore(parser)
     add_kwargs(parser)
@@ -61,10 +54,11 @@ def run(args: argparse.Namespace) -> int:
     from trl_qurl.lab.device import full_precision
     from trl_qurl.lab.evaluation.results import build_table, summarize
     from trl_qurl.lab.evaluation.worker import Job, answer_once
-    from trl_qurl.quantization.formats import UNQUANTIZED
+    from trl_qurl.quantization.plan import schemes_of
+    from trl_qurl.rollout.engine.hardware import kernel_environment
     from trl_qurl.rollout.engine.launch import content_digest, resolve_model, starting_checkpoint
 
-    environments = check_arguments(args)
+    formats = check_arguments(args)
     tasks = load_tasks(specs, args.limit)
     directory = resolve_model(args.model)
     sampling = {"n": args.samples, "temperature": args.temperature, "top_p": args.top_p, "max_tokens": args.max_tokens}
@@ -80,12 +74,15 @@ def run(args: argparse.Namespace) -> int:
     keep_settings(settings, output_dir)
     sixteen_bit, dtype = full_precision()
     answers, arguments = {}, {"dtype": dtype, **args.engine_kwargs}
-    for scheme, environment in environments.items():
+    for name, form in formats.items():
         label, checkpoint = sixteen_bit, directory
-        if scheme != UNQUANTIZED:
-            label, checkpoint = scheme.upper(), str(starting_checkpoint(directory, scheme, args.ignore, arguments))
+        if form is not None:
+            label, checkpoint = name.upper(), str(starting_checkpoint(directory, form, args.ignore, arguments))
+        environment = kernel_environment(*schemes_of(form))
         job = Job(label, checkpoint, tasks, sampling, args.seed, environment, arguments, args.chat_template_kwargs)
-        answers[label] = answer_once(job, output_dir / f"{scheme}.jsonl")
+        # The name of a checkpoint has a digest of its formats by pattern.
+        stem = name if isinstance(form, str | None) else Path(checkpoint).name
+        answers[label] = answer_once(job, output_dir / f"{stem}.jsonl")
     results = summarize(answers)
     write_json({**settings, "results": results}, output_dir / "results.json")
     Console().print(build_table(results, args.model))
@@ -93,17 +90,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def check_arguments(args: argparse.Namespace) -> dict[str, dict[str, str]]:
-    """Check what can be checked at once, and return the environment that the engine of each format needs."""
+def check_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """Check what can be checked at once, and return the formats by short name."""
     from trl_qurl.lab.packages import require
-    from trl_qurl.quantization.formats import SCHEMES, UNQUANTIZED, get_scheme
-    from trl_qurl.quantization.plan import format_name, schemes_of
-    from trl_qurl.rollout.engine.hardware import kernel_environment
     from trl_qurl.rollout.engine.launch import require_vllm
 
-    names = [None if name == UNQUANTIZED else get_scheme(name).name for name in args.schemes.split(",")]
-    if len(set(names)) < len(names):
-        raise ValueError(f"List each format once, from {', '.join([UNQUANTIZED, *SCHEMES])}; got {args.schemes}.")
+    formats = read_schemes(args.scheme)
     if args.samples > 1 and args.temperature == 0:
         raise ValueError(
             f"--samples {args.samples} requires a --temperature above 0 (the paper: 1 or 0.6): greedy answers to the "
@@ -112,7 +104,7 @@ def check_arguments(args: argparse.Namespace) -> dict[str, dict[str, str]]:
     require_vllm()
     require("Evaluating", "math_verify", "rich", extra="eval")
     check_model(args.model)
-    return {format_name(name): kernel_environment(*schemes_of(name)) for name in names}
+    return formats
 
 
 def keep_settings(settings: dict[str, Any], output_dir: Path) -> None:

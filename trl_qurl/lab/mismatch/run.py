@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--samples", type=int, default=4, help="answers per question (default: %(default)s)")
     parser.add_argument("--max-tokens", type=int, default=128, help="longest answer, in tokens (default: %(default)s)")
     parser.add_argument(
-        "--kl", type=float, metavar="NATS", help="choose finer formats for layers of int8 (--schemes): at most this KL"
+        "--kl", type=float, metavar="NATS", help="choose finer formats for layers of int8 (--scheme): at most this KL"
     )
     parser.add_argument(
         "--no-smooth", action="store_true", help="measure as with smooth_activations=False (default: INT8 is smoothed)"
@@ -39,11 +39,11 @@ def run(args: argparse.Namespace) -> int:
     """Measure, print the table and the verdict, and return exit status 0 for any verdict."""
     check_model(args.model)
     check_output(args.output)
-    args.schemes = args.schemes or (None if args.kl is None else ["int8"])
-    schemes = candidates(args.schemes)
-    if args.kl is not None and len(schemes) != 1:
-        names = ", ".join(scheme.name for scheme in schemes)
-        raise ValueError(f"--kl requires exactly one format, but got {names}: choose one with --schemes.")
+    args.scheme = args.scheme or (None if args.kl is None else ["int8"])
+    schemes = candidates(args.scheme)
+    if args.kl is not None and [*schemes.values()] != args.scheme[:1]:
+        names = ", ".join(args.scheme)
+        raise ValueError(f"--kl requires exactly one format, but got {names}: choose one with --scheme.")
     if args.kl is not None and not args.kl > 0:
         raise ValueError(f"--kl is {args.kl:g}: give a positive number of nats per token.")
     sampling = Sampling(args.questions, args.limit, args.samples, args.max_tokens)
@@ -60,13 +60,13 @@ def run(args: argparse.Namespace) -> int:
     disable_progress_bar()  # hides the bar for loading weights
     console = Console()
     engines = Engines(args.model, sampling, args.ignore, args.engine_kwargs, console.print, not args.no_smooth)
-    schemes = fitting_formats(engines.policy, args.schemes, args.ignore, console.print)
+    schemes = fitting_formats(engines.policy, args.scheme, args.ignore, console.print)
     report = Report(args.model, sampling, tuple(args.ignore))
-    for name in (BASELINE, *(scheme.name for scheme in schemes)):
-        report.formats[name] = engines.measure(name)
+    for name, formats in {BASELINE: BASELINE, **schemes}.items():
+        report.formats[name] = engines.measure(formats)
         write_json(report, args.output)
     if args.kl is not None:
-        report.choice, mismatch = choose_finer(engines, schemes[0].name, report, args.kl)
+        report.choice, mismatch = choose_finer(engines, next(iter(schemes)), report, args.kl)
         report.formats[report.choice.name] = mismatch
         write_json(report, args.output)
     console.print(build_table(report))

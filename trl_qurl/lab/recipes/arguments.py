@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trl_qurl.cli.noise import quiet
-from trl_qurl.cli.options import did_you_mean
+from trl_qurl.cli.options import did_you_mean, whole_number
 from trl_qurl.lab.device import cpu_settings
 
 if TYPE_CHECKING:
@@ -40,6 +40,8 @@ START = {
     "resume_from_checkpoint": "Checkpoint to resume from; true for the latest in output_dir.",
 }
 """Essential options, with a help text if the option is not ours."""
+
+ELSEWHERE = {"--scheme": "--rollout_quantization", "--ignore": "--quantization_ignore"}  # as other commands say
 
 
 def parse(
@@ -66,7 +68,8 @@ def parse(
     groups = [script_arguments, config, ModelArguments]
     known_names = {setting.name for group in groups for setting in fields(group)}
     # By default, argparse would print all three hundred options above each error message.
-    parser = TrlParser(groups, prog=prog, usage=USAGE, add_help=False)
+    parser = TrlParser(groups, prog=prog, usage=USAGE, add_help=False, allow_abbrev=False)
+    parser.register("type", int, whole_number)
     if "--help-all" in argv:
         parser.print_help()
         parser.exit()
@@ -79,7 +82,7 @@ def parse(
     # Report misspelled options before TRL's configurations check values.
     parsed, unknown = parser.parse_known_args(argv)
     if options := [word.partition("=")[0] for word in unknown if word.startswith("--")]:
-        words = [f"--{option[2:].replace('-', '_')}" for option in options]
+        words = [ELSEWHERE.get(word := f"--{name[2:].replace('-', '_')}", word) for name in options]
         guess = did_you_mean(words, ["--model", *(f"--{name}" for name in known_names)])
         raise ValueError(f"Unknown option {' '.join(options)}{guess}")
     if unknown:

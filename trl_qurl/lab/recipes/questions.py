@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +19,13 @@ from trl_qurl.lab.comparison import option
 from trl_qurl.lab.device import cpu_settings, keep_freed_memory
 from trl_qurl.lab.packages import require
 from trl_qurl.lab.recipes.arguments import parse
+from trl_qurl.lab.recipes.rewards import GRADING, load_rewards, punishments
+from trl_qurl.trainers.run_log import RUN_LOG, read_run
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from trl import ModelConfig
 
-    from trl_qurl import QuRLGRPOConfig, QuRLRLOOConfig
 
 logger = logging.getLogger(__name__)
 
@@ -45,9 +44,6 @@ DEFAULTS: dict[str, Any] = {
     "save_steps": 100,
 }
 """Changes to TRL's defaults in all recipes."""
-
-GRADING = {"accuracy_reward", "reasoning_accuracy_reward"}
-"""Reward functions that compare answers with those of the data."""
 
 
 @dataclass
@@ -202,6 +198,8 @@ class Recipe:
                 "`trl-qurl quantize` on the saved policy."
             )
         checkpoint = checkpoint_to_resume(training_args.resume_from_checkpoint, training_args.output_dir)
+        if checkpoint:
+            tell_other_format(Path(training_args.output_dir, RUN_LOG), training_args.rollout_quantization)
         for name in filter(None, (model_args.model_name_or_path, vars(script_args).get("value_model"))):
             check_model(name)
         return checkpoint
@@ -244,37 +242,11 @@ def checkpoint_to_resume(requested: str | bool | None, output_dir: str) -> str |
     return checkpoint
 
 
-def load_rewards(names: Sequence[str]) -> list[Any]:
-    """Return reward functions by import path, or by a name of `trl.rewards`, of which `accuracy_reward` is ours."""
-    from trl.rewards import get_soft_overlong_punishment
-
-    from trl_qurl.lab.grading import accuracy_reward
-
-    sys.path.insert(0, os.getcwd())  # this, and the two numbers, as in `trl grpo`
-    overlong = get_soft_overlong_punishment(1280, 256)
-    ours, loaded = {"accuracy_reward": accuracy_reward, "get_soft_overlong_punishment": overlong}, []
-    for path in (name.replace(":", ".") for name in names):
-        module, _, name = f"{'' if '.' in path else 'trl.rewards.'}{path}".rpartition(".")
-        try:
-            loaded.append(ours.get(path) or getattr(import_module(module), name))
-        except (ImportError, AttributeError) as error:
-            ways = "give the import path of a function, such as my_rewards.length, or a name that --help lists"
-            raise ValueError(f"--reward_funcs {path} cannot be loaded ({error}): {ways}.") from error
-    return loaded
-
-
-def punishments(soft_overlong_cache: int | None, training_args: QuRLGRPOConfig | QuRLRLOOConfig) -> list[Any]:
-    """Build TRL's soft overlong punishment, if requested."""
-    from trl.rewards import get_soft_overlong_punishment
-
-    if soft_overlong_cache is None:
-        return []
-    limit = training_args.max_completion_length
-    if limit is None or not 0 < soft_overlong_cache < limit:
-        raise ValueError(
-            f"soft_overlong_cache={soft_overlong_cache} must be between 0 and max_completion_length={limit}."
-        )
-    return [get_soft_overlong_punishment(limit, soft_overlong_cache)]
+def tell_other_format(log: Path, formats: Any) -> None:
+    """Warn if the run that is resumed had rollouts in other formats, according to its log."""
+    before = read_run(log).settings.get("rollout_quantization") if log.exists() else formats
+    if before != formats:
+        logger.warning("Resuming with rollout_quantization=%s; it was %s.", formats or "none", before or "none")
 
 
 def check_prompts(prompts: Sequence[Any], source: str, training_args: Any, model_args: ModelConfig) -> None:

@@ -94,7 +94,7 @@ def server_command(checkpoint: str, host: str, port: int, extra_args: Sequence[s
     elif "enable_lora" in user_options:
         options["load_format"] = CPU_LOAD_FORMAT
     words = {f"--{name.replace('_', '-')}": str(value) for name, value in options.items() if name not in user_options}
-    ours = [word for pair in words.items() for word in pair]
+    ours = [*(word for pair in words.items() for word in pair), "--disable-uvicorn-access-log"]
     config = Path(checkpoint) / "config.json"
     if config.exists() and "vision_config" in json.loads(config.read_text(encoding="utf-8")):
         ours.append("--enable-scale-out")  # TRL has vLLM tokenize prompts with images
@@ -138,7 +138,9 @@ def run_server(command: Sequence[str], environment: Mapping[str, str]) -> NoRetu
     """Print the command, then exec it with these environment variables and the ones that training needs."""
     start = f"Starting vLLM{COMPILING * ('enforce_eager' not in values_of(command))}."
     print(f'{start} The server is ready when it says "Application startup complete".')
-    switches = {"VLLM_SERVER_DEV_MODE": "1", **environment}
+    # Python cleans up what a stopped vLLM leaves behind, and would warn of it.
+    warnings = f"ignore:resource_tracker:UserWarning,{os.environ.get('PYTHONWARNINGS', '')}"
+    switches = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONWARNINGS": warnings, **environment}
     switches |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if "enable_lora" in values_of(command) else {}
-    print(*(f"{name}={value}" for name, value in switches.items()), shlex.join(command), flush=True)
+    print(*(f"{name}={shlex.quote(value)}" for name, value in switches.items()), shlex.join(command), flush=True)
     os.execve(command[0], list(command), {**os.environ, **switches})
