@@ -9,7 +9,8 @@ from support.building import CONFIGS, PROMPTS, STARTED, build, reward, settings_
 from tiny import tiny_model, tiny_tokenizer
 
 from trl_qurl import QuRLGRPOTrainer
-from trl_qurl.trainers.arguments import check_plain_generation
+from trl_qurl.rollout.engine.hardware import WORTH_COMPILING
+from trl_qurl.trainers.arguments import check_plain_generation, rollout_settings
 
 INIT = "trl_qurl.rollout.backend.QuantizedVLLMGeneration._init_vllm"
 each_trainer = pytest.mark.parametrize("cls", CONFIGS)
@@ -206,3 +207,17 @@ def test_an_adapter_that_cannot_be_merged_is_refused(cls, name, tmp_path):
 def test_an_adapter_that_cannot_be_unmerged_is_refused(method, tmp_path):
     with pytest.raises(ValueError, match=rf"{type(method).__name__} .* cannot be merged into the weights"):
         grpo(tmp_path, peft_config=method)
+
+
+@each_trainer
+def test_a_run_on_a_cpu_that_is_too_short_is_not_compiled(cls, tmp_path, monkeypatch):
+    def eager(**changed):
+        args = settings_of(cls, tmp_path, max_completion_length=50, per_device_train_batch_size=8, **changed)
+        return rollout_settings(args).engine_kwargs.get("enforce_eager", "vLLM's default")
+
+    assert WORTH_COMPILING == 30_000, "answers of the runs below"
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert eager(max_steps=74) is True and eager(max_steps=75) == eager(max_steps=-1) == "vLLM's default"
+    assert eager(max_steps=1, vllm_engine_kwargs={"enforce_eager": False}) is False
+    monkeypatch.setattr("trl_qurl.trainers.arguments.gpu_capability", lambda: (9, 0))
+    assert eager(max_steps=1) == "vLLM's default"

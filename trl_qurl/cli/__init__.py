@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import NamedTuple
 
 from trl_qurl.cli.noise import quiet, shows_everything
-from trl_qurl.cli.options import did_you_mean, whole_number
+from trl_qurl.cli.options import did_you_mean
 from trl_qurl.rollout.errors import RolloutError
 
 USER_ERRORS = (ValueError, ImportError, OSError, RolloutError)  # OSError covers FileNotFoundError, ConnectionError
@@ -61,7 +61,6 @@ def build_parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
         )
         if name == requested:
             module = import_module(command.module)
-            subparser.register("type", int, whole_number)
             module.add_arguments(subparser)
             subparser.set_defaults(run=module.run, subparser=subparser)
     return parser

@@ -27,11 +27,6 @@ def add_ignore(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def whole_number(text: str) -> int:
-    """Read an integer, also one written as 1e3."""
-    return int(float(text)) if "e" in text.lower() and float(text).is_integer() else int(text)
-
-
 def did_you_mean(words: Iterable[str], names: Sequence[str]) -> str:
     """Return `"; did you mean NAME?"`, or `"."` if no name is similar enough."""
     matches = [name for word in words for name in get_close_matches(word, names, 1)]
@@ -49,11 +44,12 @@ def add_scheme(parser: argparse.ArgumentParser, note: str = "", **options: Any) 
 
 def check_hub(name: str, kind: str) -> None:
     """Ask the Hub once about a model or dataset; raise `ConnectionError` if that fails, as libraries retry."""
-    from huggingface_hub import HfApi, constants
+    from huggingface_hub import HfApi, constants, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
-        if not constants.HF_HUB_OFFLINE:
+        is_cached = isinstance(try_to_load_from_cache(name, "config.json", repo_type=kind), str)
+        if not is_cached and not constants.HF_HUB_OFFLINE:
             HfApi().repo_info(name, repo_type=kind, timeout=10)
     except (HfHubHTTPError, HFValidationError):
         pass  # a wrong name, or one without access: loading it says so

@@ -15,6 +15,8 @@ from transformers import PretrainedConfig
 from transformers.utils.quantization_config import QuantizationConfigMixin
 from trl.import_utils import is_vllm_available
 
+from trl_qurl.quantization.formats import gpu_capability
+from trl_qurl.rollout.engine.hardware import WORTH_COMPILING
 from trl_qurl.rollout.preparation import RolloutSettings
 
 # What TRL passes to every reward function by name, before the dataset's columns.
@@ -47,7 +49,9 @@ def checked_config(trainer: Any, config: Any, model: Any) -> Any:
 
 
 def rollout_settings(args: Any) -> RolloutSettings:
-    """Return the rollout settings of a config as flat values."""
+    """Return the rollout settings of a config as flat values. A short run on a CPU ends before compiling pays."""
+    answers = args.max_steps * args.gradient_accumulation_steps * args.per_device_train_batch_size
+    is_short = 0 < answers * (args.max_completion_length or 0) < WORTH_COMPILING and gpu_capability() is None
     return RolloutSettings(
         formats=args.rollout_quantization,
         ignore=tuple(args.quantization_ignore),
@@ -56,7 +60,7 @@ def rollout_settings(args: Any) -> RolloutSettings:
         round_base=args.round_base,
         smooths=args.smooths,
         checkpoint_dir=args.rollout_checkpoint_dir,
-        engine_kwargs=args.engine_kwargs,
+        engine_kwargs=({"enforce_eager": True} if is_short else {}) | args.engine_kwargs,
         seed=args.seed,
         sync_check_interval=args.sync_check_interval,
         request_timeout=args.vllm_request_timeout,

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 
 AT_ONCE = 256  # answers that vLLM generates at a time by default
-WORTH_COMPILING = 30_000
-"""Tokens from which compiling pays on a CPU: SmolLM2-135M in INT8 gains 2 ms a token, and loses a minute first."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,7 @@ def start_engine(job: Job) -> tuple[dict[str, list[list[int]]], LLM]:
     import torch
     from transformers import AutoConfig, AutoTokenizer
 
-    from trl_qurl.rollout.engine.hardware import check_cpu_build, cpu_cache_arguments
+    from trl_qurl.rollout.engine.hardware import WORTH_COMPILING, check_cpu_build, cpu_cache_arguments
 
     tokenizer = AutoTokenizer.from_pretrained(job.model)
     encode = partial(encode_prompt, tokenizer, **job.template)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trl_qurl.cli.noise import quiet
-from trl_qurl.cli.options import did_you_mean, whole_number
+from trl_qurl.cli.options import did_you_mean
 from trl_qurl.lab.device import cpu_settings
 
 if TYPE_CHECKING:
@@ -69,7 +69,6 @@ def parse(
     known_names = {setting.name for group in groups for setting in fields(group)}
     # By default, argparse would print all three hundred options above each error message.
     parser = TrlParser(groups, prog=prog, usage=USAGE, add_help=False, allow_abbrev=False)
-    parser.register("type", int, whole_number)
     if "--help-all" in argv:
         parser.print_help()
         parser.exit()
