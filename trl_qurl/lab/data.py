@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
-QUESTION_COLUMNS = ("question", "problem", "prompt")
-ANSWER_COLUMNS = ("answer", "final_answer", "solution", "ground_truth")
+QUESTION_COLUMNS: tuple[str, ...] = ("question", "problem", "prompt")
+ANSWER_COLUMNS: tuple[str, ...] = ("answer", "final_answer", "solution", "ground_truth")
 SUFFIXES = (".json", ".jsonl", ".csv", ".parquet")
 """Local files that can be read; `.gz` may follow."""
 
@@ -65,8 +65,7 @@ def load_questions(
 
     if limit is not None and limit < 1:
         raise ValueError(f"limit={limit} leaves no questions: give a positive number, or None for all questions.")
-    is_path = name_or_path.startswith((".", "/", "~")) or Path(name_or_path).exists()
-    is_local = is_path or _suffix(name_or_path) in SUFFIXES
+    is_local = name_or_path[:1] in "./~" or Path(name_or_path).exists() or _suffix(name_or_path) in SUFFIXES
     if not is_local:
         check_hub(name_or_path, "dataset")
     rows: Any = _read(name_or_path, keep_columns) if is_local else load_dataset(name_or_path, config, split=split)
@@ -75,8 +74,7 @@ def load_questions(
     rows = list(islice(rows, limit))
     instruction = f"\n\n{INSTRUCTION}" if needs_answers or not keep_columns else ""
     questions, solutions = [], []
-    question_names = (question_column,) if question_column else QUESTION_COLUMNS
-    columns: dict[str, tuple[str, ...]] = {"question_column": question_names}
+    columns = {"question_column": (question_column,) if question_column else QUESTION_COLUMNS}
     columns |= {"answer_column": (answer_column,) if answer_column else ANSWER_COLUMNS} if needs_answers else {}
     for number, row in enumerate(rows, start=1):
         question, *answers = _pick(row, columns, name_or_path, number)
@@ -84,9 +82,11 @@ def load_questions(
         solutions.append(_as_solution(answers[0], name_or_path, number) if answers else "")
     data = {name: [row.get(name) for row in rows] for name in dict.fromkeys(chain(*rows)) if keep_columns}
     try:
+        for name in data:  # one by one, to name the one that fails
+            Dataset.from_dict({name: data[name]})
         return Dataset.from_dict(data | {"prompt": questions} | ({"solution": solutions} if instruction else {}))
     except (ArrowException, OverflowError) as error:
-        raise ValueError(f"A column of {name_or_path} mixes types: {error}") from error
+        raise ValueError(f"Column {name} of {name_or_path} mixes types ({error}): make all texts.") from error
 
 
 def _suffix(path: str) -> str:
@@ -176,8 +176,7 @@ def _pick(row: Any, columns: dict[str, tuple[str, ...]], source: str, number: in
             missing[" or ".join(names)] = f"--{option} {shlex.quote(similar)}"
         values += given[:1]
     if missing:
-        raise ValueError(
-            f"Row {number} of {source} has no {' and no '.join(missing)}; its columns are {', '.join(row) or 'none'}: "
-            f"rename the columns, or, for training, pass {' '.join(missing.values())}."
-        )
+        ways = f"rename the columns, or, for training, pass {' '.join(missing.values())}"
+        found = f"has no {' and no '.join(missing)}; its columns are {', '.join(row) or 'none'}"
+        raise ValueError(f"Row {number} of {source} {found}: {ways if number == 1 else 'complete or remove the row'}.")
     return values
