@@ -232,7 +232,7 @@ def test_reward_functions_by_name_and_by_path(my_rewards):
     ours, think, overlong, theirs = load_rewards(names)
     assert ours is grading.accuracy_reward and theirs is not ours and think.__name__ == "think_format_reward"
     assert overlong(completion_ids=[[0] * 1024, [0] * 1280]) == [0.0, -1.0], "as with TRL's command"
-    for wrong in ("acuracy_reward", "no_such_module.length", f"{my_rewards}.level"):
+    for wrong in ("acuracy_reward", "no_such_module.length", f"{my_rewards}.level", f"{my_rewards}.__name__"):
         with pytest.raises(ValueError, match=rf"--reward_funcs {wrong} cannot be loaded .* import path of a function"):
             load_rewards([wrong])
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -21,13 +21,13 @@ def load_rewards(names: Sequence[str]) -> list[Any]:
 
     from trl_qurl.lab.grading import accuracy_reward
 
-    sys.path.insert(0, os.getcwd())  # this, and the two numbers, as in `trl grpo`
+    sys.path.insert(0, "")  # this, and the two numbers, as in `trl grpo`
     overlong = get_soft_overlong_punishment(1280, 256)
     ours, loaded = {"accuracy_reward": accuracy_reward, "get_soft_overlong_punishment": overlong}, []
     for path in (name.replace(":", ".") for name in names):
         module, _, name = f"{'' if '.' in path else 'trl.rewards.'}{path}".rpartition(".")
         try:
-            loaded.append(ours.get(path) or getattr(import_module(module), name))
+            loaded.append(ours.get(path) or attrgetter(name, f"{name}.__call__")(import_module(module))[0])
         except (ImportError, AttributeError) as error:
             ways = "give the import path of a function, such as my_rewards.length, or a name that --help lists"
             raise ValueError(f"--reward_funcs {path} cannot be loaded ({error}): {ways}.") from error
