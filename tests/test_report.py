@@ -97,8 +97,8 @@ def test_the_table_and_the_picture(tmp_path, capsys, monkeypatch):
     last = {"step": 88, "reward": 0.6, "mismatch/ratio_max": 2.0, "mismatch/kl_k3": 4.5e-5}
     last |= {"step_time": 2.0, "time/generate_s": 3.0, "time/sync_s": 0.5}
     scores = {"eval_sums/actor_avg@1": 0.25, "eval_sums/actor_tokens": 9.0}
-    runs = [write_run(tmp_path / "a", [first, last])]
-    runs += [write_run(tmp_path / "b", [{"step": 4, "reward": 0.0, **scores}], objective="tis")]
+    rows = {"a": [first, last], "b": [{"step": 4, "reward": 0.0, **scores}], "c": []}
+    runs = [write_run(tmp_path / name, rows[name], objective="tis" if name == "b" else "acr") for name in rows][:2]
     picture = tmp_path / "runs.png"
     assert main(["report", *runs, "-o", str(picture)]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -108,7 +108,7 @@ def test_the_table_and_the_picture(tmp_path, capsys, monkeypatch):
     assert tis == ["tis", "0.25", "0", "–", "–", "–", "–", "–"]
     assert any("eval sums/actor avg@1" in line for line in lines) and not any("tokens" in line for line in lines)
     assert lines[-1] == f"Picture: {picture}" and picture.read_bytes().startswith(b"\x89PNG")
-    assert main(["report", str(tmp_path), "-o", str(picture)]) == 0, "the runs below a directory"
+    assert main(["report", str(tmp_path), "-o", str(picture)]) == 0, "the runs below a directory that have rows"
     assert capsys.readouterr().out.splitlines() == lines
 
 

@@ -49,9 +49,9 @@ def run(args: argparse.Namespace) -> int:
     require("A report", "matplotlib", "rich", extra="report")
     from rich.console import Console
 
-    # A directory of runs stands for all of them.
+    # A directory of runs stands for all of them that have rows.
     below = {path: [] if (path / RUN_LOG).exists() else sorted(path.glob(f"*/{RUN_LOG}")) for path in args.runs}
-    logs = [read_run(log) for path in args.runs for log in below[path] or [path]]
+    logs = [run for path in args.runs for run in [r for r in map(read_run, below[path]) if r.rows] or [read_run(path)]]
     if empty := [log.path for log in logs if not log.rows]:
         raise ValueError(f"{empty[0]} has no rows yet: leave this run out, or wait for its first logging_steps.")
     runs = label_runs(logs)
