@@ -1,6 +1,7 @@
 """Examples and commands, run as users run them for two steps of a tiny model with random weights."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -93,6 +94,18 @@ def test_the_code_of_the_readme_trains(hub, warm_python, tmp_path):
     assert given in block.code
     completed(warm_python, "-c", block.code.replace(given, settings), cwd=tmp_path, VLLM_LOGGING_LEVEL="ERROR")
     assert (tmp_path / "policy" / "checkpoint-1" / "trainer_state.json").exists()
+
+
+def test_the_code_of_the_tutorial_trains_and_evaluates(model, warm_python, tmp_path):
+    [block] = blocks(ROOT / "docs" / "tutorial.md", "python")
+    given = '"policy",\n        max_steps=80,'
+    assert given in block.code
+    changed = {"bf16": False, "vllm_max_model_length": 1024, "vllm_engine_kwargs": ENGINE}
+    settings = ", ".join(f"{name}={value!r}" for name, value in changed.items())
+    code = block.code.replace(given, f'"policy",\n        max_steps=4,\n        {settings},')
+    done = completed(warm_python, "-c", code, cwd=tmp_path, MODEL=str(model), VLLM_LOGGING_LEVEL="ERROR")
+    assert re.search(r"^held out: 0\.\d\d -> 0\.\d\d$", done.stdout, re.MULTILINE)
+    assert (tmp_path / "policy" / "model.safetensors").exists(), "what the page quantizes and serves"
 
 
 def test_two_steps_of_the_ppo_script_with_accelerate_launch(model, hub, warm_python, tmp_path):

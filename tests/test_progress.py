@@ -47,6 +47,7 @@ def test_lines_of_evaluations_and_of_the_end():
     task = {"eval_gsm8k/actor_avg@1": 0.4567, "eval_gsm8k/actor_tokens": 180.4, "epoch": 0}
     assert step_line(task, 0, 20, 9.0) == " 0/20  eval  gsm8k/actor_avg@1 0.4567  gsm8k/actor_tokens 180.4"
     evaluation = {"eval_loss": 0.0, "eval_reward": 0.25, "eval_completions/mean_length": 12.0, "eval_runtime": 3.25}
+    assert step_line(evaluation, 0, 0) == "before training  eval  reward 0.250  length 12"
     assert step_line(evaluation, 4, 20, 9.0) == " 4/20  eval  reward 0.250  length 12"
     summary = {"train_runtime": 93784.0, "total_flos": 0, "train_loss": 0.0}
     assert step_line(summary, 20, 20, 9.0) == "20/20  trained for 1 day, 2:03:04"

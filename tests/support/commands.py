@@ -91,6 +91,8 @@ def check_python(words: list[str]) -> None:
         assert importlib.util.find_spec(words[1]), words[1]
         script = ROOT / (words[1].replace(".", "/") + ".py")
     else:
+        if words[0] == "first_run.py":  # which docs/tutorial.md has the reader save
+            return None
         script = file_of(words[0])
         words = words[:1] + words
     for kind, config in {"grpo": QuRLGRPOConfig, "ppo": QuRLPPOConfig}.items():

@@ -138,4 +138,5 @@ def step_line(logs: Mapping[str, Any], step: int, steps: int, step_s: float | No
     fields += known.values() or [f"{name} {value:.5g}" for name, value in numbers.items()]
     if step_s is not None and "loss" in logs:
         fields += [f"{step_s:.3g} s/step", f"left {clock(step_s * (steps - step))}"]
-    return "  ".join((f"{step:>{len(str(steps))}}/{steps}", *fields)).rstrip()
+    place = f"{step:>{len(str(steps))}}/{steps}" if steps else "before training"
+    return "  ".join((place, *fields)).rstrip()
