@@ -1,5 +1,6 @@
 """docs/results.md: each claim has a verdict, a command and evidence, and its figures are those of the stored runs."""
 
+import json
 import re
 
 import pytest
@@ -34,3 +35,20 @@ def test_figures_are_those_of_the_study_and_the_stored_runs():
         assert mismatch == [figures[i] for i in (4, 5, 7)], arm
     known = (ROOT / "benchmarks" / "study.md").read_text() + contrast_table(arms).replace("0.", ".")
     assert [interval for interval in re.findall(r"\.\d+ ± \.\d+", PAGE.read_text()) if interval not in known] == []
+
+
+def test_steps_next_to_plain_trl_are_the_stored_ones():
+    page, readme = (" ".join((ROOT / name).read_text().split()) for name in ("docs/performance.md", "README.md"))
+    steps = {}
+    for tokens in (64, 256):
+        stored = f"benchmarks/results/rival-{tokens}-tokens-2026-11-26-amd-epyc-2-cores.json"
+        cells = json.loads((ROOT / stored).read_text())["cells"]
+        steps[tokens] = [f"{cell['step_s']:.0f}" for cell in cells]
+        for cell in cells:
+            figures = f"{cell['generate_s']:.1f} | X{cell['other_s']:.1f} | {cell['peak_bytes'] / 1e9:.1f} GB | "
+            figures += f"{cells[0]['step_s'] / cell['step_s']:.2f} |" if "sync_s" in cell else "|"
+            sync = f"{cell['sync_s']:.1f} | " if "sync_s" in cell else "| "
+            assert figures.replace("X", sync) in page, figures
+    plain, bf16, int8 = steps[64]
+    assert f"takes {plain} s with plain TRL, {bf16} s with BF16 rollouts and {int8} s with INT8" in readme
+    assert "256 tokens {}, {} and {} s".format(*steps[256]) in readme
