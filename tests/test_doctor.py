@@ -49,6 +49,7 @@ def lines_of(done):
 
 
 @pytest.mark.vllm
+@pytest.mark.slow  # two and a half minutes, and test_faults.py loses servers, too
 @pytest.mark.xdist_group("doctor")
 def test_training_and_the_loss_of_a_server_are_tried(tmp_path):
     home = {**PRIVATE, "HOME": str(tmp_path)}  # a server of `warm_python` would not be its own process
