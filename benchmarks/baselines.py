@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 from trainers import TRANSFORMERS, trains_in_bf16
 
-from trl_qurl.trainers.run_log import read_run
+from trl_qurl.lab.runs import read_run
 
 HERE = Path(__file__).parent
 QURL = (sys.executable, "-m", "trl_qurl")

@@ -15,7 +15,7 @@ import statistics
 import sys
 from pathlib import Path
 
-from trl_qurl.trainers.run_log import Run, read_run
+from trl_qurl.lab.runs import Run, read_run
 
 COMPARISONS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
 FUNCTIONS = {"mean": statistics.mean, "median": statistics.median, "min": min, "max": max}

@@ -12,7 +12,8 @@ from training_step import PARTS
 
 from trl_qurl.lab.curves import COLORS
 from trl_qurl.lab.processes import last_lines
-from trl_qurl.trainers.run_log import RUN_LOG, read_run
+from trl_qurl.lab.runs import read_run
+from trl_qurl.trainers.run_log import RUN_LOG
 
 PICTURES = {"decode.png": "Decode rates", "steps.png": "Training steps", "demo/demo.png": "The training run"}
 LEARNED = ("expected_accuracy", "reward")

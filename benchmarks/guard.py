@@ -30,6 +30,7 @@ from benchmarks.objectives.study import RESULTS
 from benchmarks.provenance import provenance, write_record
 from benchmarks.real_model import RESULTS as REAL_RESULTS
 from trl_qurl.config import QuantizedRolloutsConfig
+from trl_qurl.lab.runs import Run, read_run
 from trl_qurl.trainers.guard import (
     CONTRADICTED,
     ERRORS,
@@ -42,7 +43,6 @@ from trl_qurl.trainers.guard import (
     WINDOW,
     MismatchGuard,
 )
-from trl_qurl.trainers.run_log import Run, read_run
 
 COLLAPSED = "int8_float32_codes_quantized_ratio"
 HEALTHY, UNCLEAR, HARMED, COLLAPSING = ("healthy", "harmed, KL as healthy", "harmed", "collapsing")

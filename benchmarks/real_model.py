@@ -102,8 +102,8 @@ def train(model: str, task_name: str, arm: str, seed: int, rollouts: int, output
     from trl_qurl import QuRLGRPOTrainer
     from trl_qurl.lab.demo.chat import build_chat_config
     from trl_qurl.lab.device import keep_freed_memory
+    from trl_qurl.lab.runs import read_run
     from trl_qurl.rollout import preparation
-    from trl_qurl.trainers.run_log import read_run
 
     keep_freed_memory()
     task = TASKS[task_name]

@@ -20,7 +20,7 @@ from statistics import NormalDist, fmean, stdev
 from benchmarks.objectives.summary import Arms, markdown, read_arms
 from benchmarks.real_model import ARMS, RESULTS
 from benchmarks.real_model_tables import MEASURES, rollouts
-from trl_qurl.trainers.run_log import Run
+from trl_qurl.lab.runs import Run
 
 ALIKE = ("bf16", "bf16_again", "int8_naive", "int8_tis", "int8_acr")
 COMPLETIONS = 32

@@ -13,7 +13,7 @@ from benchmarks.chat_tasks import TASKS
 from benchmarks.objectives.contrasts import holm, p_value
 from benchmarks.objectives.summary import Arms, markdown, plus_minus, read_arms, stated
 from benchmarks.real_model import ARMS, RESULTS, RETIRED
-from trl_qurl.trainers.run_log import Run
+from trl_qurl.lab.runs import Run
 
 CONTRASTS = [
     *((arm, "bf16") for arm in ("int8_plain_naive", "int8_plain_acr", "int8_naive", "int8_acr")),

@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from trl_qurl.lab.demo.algorithms import UPDATES_PER_ROLLOUT
-from trl_qurl.trainers.run_log import read_run
+from trl_qurl.lab.runs import read_run
 
 FORMATS = {"bf16": "none", "int8": "int8", "fp8": "fp8"}
 PARTS = ("sync", "generate", "logps", "update")

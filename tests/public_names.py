@@ -20,6 +20,7 @@ WITHOUT_ALL = (
     "trl_qurl.trainers.run_log",
     "trl_qurl.trainers.callbacks",
     "trl_qurl.lab.progress",
+    "trl_qurl.lab.runs",
 )
 """Public modules without `__all__`: public there is what they define without a leading underscore."""
 

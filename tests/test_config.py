@@ -332,16 +332,6 @@ def test_changed_settings_that_only_trls_loss_reads_are_named_in_one_warning(obj
         config(objective="trl", **settings)
 
 
-@pytest.mark.parametrize("objective", [*OBJECTIVES, "trl"])
-def test_a_cap_that_the_objective_does_not_read_is_named(objective):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        config(objective=objective, importance_cap=4.0)
-    effect = f"importance_cap=4.0 only changes the metric mismatch/capped_share with objective={objective!r}: use"
-    said = [(str(warning.message).startswith(effect), warning.filename) for warning in caught]
-    assert said == [(True, config.__code__.co_filename)] * (objective not in ("acr", "tis"))
-
-
 def test_a_list_of_numbers_is_not_checked_as_a_number():  # the beta of TRL's Online DPO
     check_types(dataclasses.make_dataclass("Betas", [("beta", list[float])])([0.1]))
 

@@ -9,7 +9,7 @@ from tiny import save_tiny
 
 from trl_qurl import cli
 from trl_qurl.lab.demo.chat import conversation, is_right, questions, right_number
-from trl_qurl.trainers.run_log import read_run
+from trl_qurl.lab.runs import read_run
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 from conftest import child_environment
 
-from trl_qurl.trainers.run_log import read_run
+from trl_qurl.lab.runs import read_run
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

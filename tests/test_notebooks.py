@@ -20,9 +20,9 @@ from tiny import SHARED, layers_of, save_tiny, save_tokenizer, tiny_model, tiny_
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
 from trl_qurl.lab.device import full_precision
+from trl_qurl.lab.runs import read_run
 from trl_qurl.quantization import SCHEMES
 from trl_qurl.quantization.storage import read_tensors
-from trl_qurl.trainers.run_log import read_run
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))

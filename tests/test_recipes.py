@@ -24,7 +24,8 @@ from trl_qurl.lab.recipes.questions import (
     tell_other_format,
 )
 from trl_qurl.lab.recipes.rewards import load_rewards, punishments
-from trl_qurl.trainers.run_log import begin_log, read_run
+from trl_qurl.lab.runs import read_run
+from trl_qurl.trainers.run_log import begin_log
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "examples" / "recipes").glob("*.yaml"))

@@ -12,7 +12,7 @@ import pytest
 from trl_qurl.cli import main
 from trl_qurl.lab.curves import Points, final_value, interval, points_of, smooth
 from trl_qurl.lab.report import draw_report, label_runs, seconds_per_rollout
-from trl_qurl.trainers.run_log import Run
+from trl_qurl.lab.runs import Run
 
 SETTINGS = {"rollout_quantization": "int8", "objective": "acr", "seed": 0, "updates_per_rollout": 4}
 

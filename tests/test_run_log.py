@@ -7,8 +7,9 @@ import pytest
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from trl_qurl.cli import main
+from trl_qurl.lab.runs import read_run
 from trl_qurl.trainers.callbacks import RunLogCallback
-from trl_qurl.trainers.run_log import RUN_LOG, append_row, begin_log, read_run
+from trl_qurl.trainers.run_log import RUN_LOG, append_row, begin_log
 
 
 def write(path, rows, settings=None, history=()):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from matplotlib.figure import Figure
 
 from trl_qurl.lab.curves import final_value, points_of, smooth
-from trl_qurl.trainers.run_log import read_run
+from trl_qurl.lab.runs import read_run
 
 ROOT = Path(__file__).resolve().parents[1]
 RUNS = ROOT / "benchmarks" / "objectives" / "runs" / "main"

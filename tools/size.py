@@ -17,8 +17,8 @@ PACKAGE = ROOT / "trl_qurl"
 LONGEST_FILE, LONGEST_FUNCTION = 300, 60
 
 LIMITS: dict[str, int] = {
-    "core, lines": 8_620,
-    "lab, lines": 5_280,
+    "core, lines": 8_550,
+    "lab, lines": 5_340,
     "tests, lines": 22_050,
     "benchmarks, lines": 4_800,
     f"files over {LONGEST_FILE} lines": 0,

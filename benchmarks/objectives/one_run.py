@@ -66,8 +66,8 @@ def train_arm(arm: Arm, seed: int, policy_dir: Path, provenance: dict[str, Any],
     from trl_qurl.lab.demo.algorithms import UPDATES_PER_ROLLOUT, build_config, build_trainer
     from trl_qurl.lab.demo.record import RolloutRecorder
     from trl_qurl.lab.demo.task import build_tokenizer, encode_problems, sample_problems
+    from trl_qurl.lab.runs import read_run
     from trl_qurl.quantization.formats import get_scheme
-    from trl_qurl.trainers.run_log import read_run
 
     add_coarse_schemes()
     held_out = encode_problems(sample_problems(512, seed=0, held_out=True), build_tokenizer())

@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.objectives.arms import EXPERIMENTS, RETIRED
 from benchmarks.objectives.study import RESULTS
 from trl_qurl.lab.curves import FINAL_ROLLOUTS, final_value, points_of
-from trl_qurl.trainers.run_log import Run, read_run
+from trl_qurl.lab.runs import Run, read_run
 
 FIRST = 10  # rollouts
 # 97.5 % quantiles of Student's t for 1 to 10 degrees of freedom.

@@ -10,7 +10,6 @@ from trl import GRPOConfig, RLOOConfig
 
 from trl_qurl.config.checks import check_choice, check_number, check_sampling, check_types
 from trl_qurl.config.help import with_help
-from trl_qurl.objective import OBJECTIVES
 from trl_qurl.quantization.checkpoint import check_quantizer
 from trl_qurl.quantization.formats import EXAMPLE, SCHEMES, UNQUANTIZED, check_kv_cache
 from trl_qurl.quantization.plan import check_patterns, read_formats, schemes_of
@@ -188,11 +187,6 @@ class QuantizedRolloutsConfig:
         if per_rollout % per_update and per_update % per_rollout:
             reason = f"{per_update} does not divide steps_per_generation times num_iterations, {per_rollout}"
             warnings.warn(f"Updates mix two rollouts: gradient_accumulation_steps={reason}.", stacklevel=5)
-        name = vars(self).get("objective")
-        has_cap = name in OBJECTIVES and OBJECTIVES[name].correction == "truncated"
-        if self.importance_cap != type(self).importance_cap and not has_cap:
-            effect = f"importance_cap={self.importance_cap} only changes the metric mismatch/capped_share"
-            warnings.warn(f"{effect} with objective={name!r}: use 'acr' or 'tis', which have a cap.", stacklevel=5)
         if self.sync_ref_model and self.uaq_scale != 1.0:
             raise ValueError(
                 f"sync_ref_model=True mixes weights that uaq_scale={self.uaq_scale} rescales into a model that is not "

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from trl_qurl.trainers.run_log import Run
+from trl_qurl.lab.runs import Run
 
 Values = NDArray[np.float64]
 

@@ -16,7 +16,8 @@ from trl_qurl.lab.comparison import label as format_label
 from trl_qurl.lab.comparison import new_table
 from trl_qurl.lab.curves import COLORS, DASHES, FINAL_ROLLOUTS, final_value, interval, points_of, smooth
 from trl_qurl.lab.packages import require
-from trl_qurl.trainers.run_log import RUN_LOG, Run, read_run
+from trl_qurl.lab.runs import Run, read_run
+from trl_qurl.trainers.run_log import RUN_LOG
 
 if TYPE_CHECKING:
     from rich.table import Table

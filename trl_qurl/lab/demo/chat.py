@@ -114,7 +114,8 @@ def run_chat_demo(model: str, scheme: str | None, output_dir: Path, rollouts: in
 
     from trl_qurl.lab.live import live_line
     from trl_qurl.lab.progress import use_step_lines
-    from trl_qurl.trainers.run_log import RUN_LOG, append_row, read_run
+    from trl_qurl.lab.runs import read_run
+    from trl_qurl.trainers.run_log import RUN_LOG, append_row
 
     transformers_logging.set_verbosity_error()  # advice about the tokenizer, which the user did not choose
     console = Console()

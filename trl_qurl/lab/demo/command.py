@@ -51,7 +51,8 @@ def run(args: argparse.Namespace) -> int:
     from transformers.utils.logging import disable_progress_bar
 
     from trl_qurl.lab.report import draw_report, label_runs
-    from trl_qurl.trainers.run_log import RUN_LOG, read_run
+    from trl_qurl.lab.runs import read_run
+    from trl_qurl.trainers.run_log import RUN_LOG
 
     args.output_dir.mkdir(parents=True, exist_ok=True)
     disable_progress_bar()  # bars for loading and saving a small model would hide the demo's

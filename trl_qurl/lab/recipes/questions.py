@@ -20,7 +20,8 @@ from trl_qurl.lab.device import cpu_settings, keep_freed_memory
 from trl_qurl.lab.packages import require
 from trl_qurl.lab.recipes.arguments import parse
 from trl_qurl.lab.recipes.rewards import GRADING, load_rewards, punishments
-from trl_qurl.trainers.run_log import RUN_LOG, read_run
+from trl_qurl.lab.runs import read_run
+from trl_qurl.trainers.run_log import RUN_LOG
 
 if TYPE_CHECKING:
     from datasets import Dataset
