@@ -156,7 +156,7 @@ def rollout(reward=0.0, alike=1.0, cut=0.0):
     [
         (rollout(cut=1.0), "100% of the answers were cut off at max_completion_length=16, raise it"),
         (rollout(reward=1.0), "all answers to a question earned the same, 1 on average, choose harder questions"),
-        (rollout(), r"no answer earned a reward, check with `trl-qurl eval` that some are right, in a \boxed{}"),
+        (rollout(), r"no answer earned a reward, read some from `trl-qurl eval`; accuracy_reward wants a \boxed{}"),
     ],
 )
 def test_a_run_with_nothing_to_learn_from_says_why(row, reason, tmp_path, caplog):

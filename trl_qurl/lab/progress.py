@@ -98,7 +98,7 @@ def _why_alike(args: Any, logs: Mapping[str, float]) -> str:
         return f"{cut:.0%} of the answers were cut off at max_completion_length={args.max_completion_length}, raise it"
     if (reward := logs["reward"]) > 0:
         return f"all answers to a question earned the same, {reward:.3g} on average, choose harder questions"
-    return "no answer earned a reward, check with `trl-qurl eval` that some are right, in a \\boxed{}"
+    return "no answer earned a reward, read some from `trl-qurl eval`; accuracy_reward wants a \\boxed{}"
 
 
 def _plan(args: Any, steps: int) -> str:
