@@ -13,7 +13,7 @@ class ExactAccuracy(RolloutRecorder):
     Adds the float32 policy's `expected_accuracy` on held-out questions to the row of every rollout.
 
     That is the mean probability of the shortest right completion and the token that ends it. Longer right ones, such
-    as "The answer is 12", do not count; after training there are few.
+    as "The answer is 12", do not count, so this is a lower bound.
 
     Args:
         task: Has a `text`.
