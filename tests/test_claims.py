@@ -19,36 +19,44 @@ def test_every_claim_has_a_verdict_a_command_and_evidence():
     for claim, verdict, *sources in rows(PAGE, "Verdicts"):  # the paper's claims share their sources
         assert re.search(r"\*\*(seen|not seen|undecided)|not measured", verdict), claim
         assert all(re.search(r"`[^`]+`|\]\(|^the same$|^the test$|^none: ", source) for source in sources), claim
-        for name in re.findall(r"(?:python -m |pytest |python )([\w/.]+)", " ".join(sources)):
+        for name in re.findall(r"(?:python -m |pytest |python |`(?=benchmarks/))([\w/.-]+)", " ".join(sources)):
             assert (ROOT / (name if "/" in name else f"{name.replace('.', '/')}.py")).exists(), name
 
 
 def test_figures_are_those_of_the_study_and_the_stored_runs():
-    arms = read_arms(RESULTS / "arithmetic", ARMS)
+    arms, kl = read_arms(RESULTS / "arithmetic", ARMS), {}
     for arm, (_, reward, last, by_seed, engine, *mismatch) in zip(SHOWN, rows(PAGE, "A real model"), strict=True):
         cells = arm_table({arm: arms[arm]}).splitlines()[-1].strip("| ").split(" | ")[2:]
         figures = [cell.split()[0] for cell in cells]  # without the intervals
         assert by_seed == ", ".join(f"{run.settings['full_precision']:.2f}"[1:] for run in arms[arm].values())
-        assert [float(figures[i]) for i in (0, 1, 3)] == pytest.approx(
-            [*map(float, (reward, last, engine))], abs=0.0051
-        )
+        shown = [*map(float, (reward, last, engine))]
+        assert [float(figures[i]) for i in (0, 1, 3)] == pytest.approx(shown, abs=0.0051)
         assert mismatch == [figures[i] for i in (4, 5, 7)], arm
-    known = (ROOT / "benchmarks" / "study.md").read_text() + contrast_table(arms).replace("0.", ".")
-    assert [interval for interval in re.findall(r"\.\d+ ± \.\d+", PAGE.read_text()) if interval not in known] == []
+        kl[arm] = f"{float(figures[4]):.3f}"
+    assert "a KL of {int8_naive} instead of {int8_plain_naive}".format(**kl) in PAGE.read_text()
+    signed = contrast_table(arms).replace("-0.", "−0.").replace("| 0.", "| +0.").replace("0.", ".")
+    known = (ROOT / "benchmarks" / "study.md").read_text() + signed
+    assert [each for each in re.findall(r"[+−]?\.\d+ ± \.\d+", PAGE.read_text()) if each not in known] == []
 
 
 def test_steps_next_to_plain_trl_are_the_stored_ones():
     page, readme = (" ".join((ROOT / name).read_text().split()) for name in ("docs/performance.md", "README.md"))
-    steps = {}
+    steps, gains = {}, []
     for tokens in (64, 256):
         stored = f"benchmarks/results/rival-{tokens}-tokens-2026-11-26-amd-epyc-2-cores.json"
         cells = json.loads((ROOT / stored).read_text())["cells"]
-        steps[tokens] = [f"{cell['step_s']:.0f}" for cell in cells]
+        steps[tokens] = []
         for cell in cells:
-            figures = f"{cell['generate_s']:.1f} | X{cell['other_s']:.1f} | {cell['peak_bytes'] / 1e9:.1f} GB | "
-            figures += f"{cells[0]['step_s'] / cell['step_s']:.2f} |" if "sync_s" in cell else "|"
-            sync = f"{cell['sync_s']:.1f} | " if "sync_s" in cell else "| "
-            assert figures.replace("X", sync) in page, figures
+            steps[tokens].append(f"{cell['step_s']:.0f}")
+            seconds = sorted(step["step_s"] for step in cell["steps"])
+            step = f"{cell['step_s']:.1f} ({seconds[0]:.1f}-{seconds[-1]:.1f})" if tokens == 64 else steps[tokens][-1]
+            gain, sync = "", ""
+            if "sync_s" in cell:
+                gains.append(cells[0]["step_s"] / cell["step_s"])
+                gain, sync = f"{gains[-1]:.2f} ", f"{cell['sync_s']:.1f} "
+            figures = f"| {step} | {cell['generate_s']:.1f} | {sync}| {cell['other_s']:.1f} | "
+            assert f"{figures}{cell['peak_bytes'] / 1e9:.1f} GB | {gain}|" in page, figures
+    assert f"**seen**: {min(gains):.1f} to {max(gains):.1f} times" in PAGE.read_text()
     plain, bf16, int8 = steps[64]
     assert f"takes {plain} s with plain TRL, {bf16} s with BF16 rollouts and {int8} s with INT8" in readme
     assert "256 tokens {}, {} and {} s".format(*steps[256]) in readme
