@@ -4,6 +4,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import json
+import math
 import multiprocessing.spawn
 import os
 import sys
@@ -14,6 +15,11 @@ import pytest
 import torch
 from conftest import completed
 from safetensors.torch import save_file
+from tiny import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
+
+from benchmarks.chat_tasks import Task
+from benchmarks.real_model_accuracy import ExactAccuracy
+from benchmarks.real_model_design import pooled, runs_needed
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 WAYS = ("stream", "stream, written", "llm-compressor", "llm-compressor, with its copy")
@@ -161,3 +167,26 @@ def test_time_to_target_adds_up_logged_seconds(load):
     assert module.reached(rows, target=0.39) == {"rollouts": 6, "seconds": pytest.approx(6 * 22)}
     assert module.reached(rows, target=0.1) == {"rollouts": 5, "seconds": pytest.approx(5 * 22)}
     assert module.reached(rows, target=0.7) == {"rollouts": None, "seconds": None}
+
+
+def test_the_exact_accuracy_is_the_product_of_probabilities():
+    template = CHAT_TEMPLATE + "{% if add_generation_prompt %}:{% endif %}"
+    model, tokenizer = tiny_model().train(), tiny_tokenizer(chat_template=template)
+    held_out = [([{"role": "user", "content": text}], right) for text, right in (("2 + 3", 5), ("1 + 46 is", 47))]
+    expected = []
+    for [message], right in held_out:
+        ids = tokenizer.encode(f"{message['content']}:{right}") + [tokenizer.eos_token_id]
+        after = model(input_ids=torch.tensor([ids])).logits[0].softmax(-1)  # no padding
+        answer = range(len(message["content"]) + 1, len(ids))  # positions of "5" or "4", "7" and of the end
+        expected.append(math.prod(after[place - 1, ids[place]].item() for place in answer))
+    for questions, probabilities in ((held_out[:1], expected[:1]), (held_out, expected)):
+        task = Task([], questions, float, 8, 1e-5, text=str)
+        [(_, accuracy)] = ExactAccuracy(task, tokenizer, rollouts=1).measure(model).items()
+        assert accuracy == pytest.approx(math.fsum(probabilities) / len(probabilities), rel=1e-4)
+        assert model.training, "the trainer's logging depends on the mode"
+
+
+def test_how_many_runs_a_difference_needs():
+    # (1.960 + 0.842)² x (.5 / .5)² + 1.960² / 2 = 7.85 + 1.92 = 9.77; a quarter of the difference: 125.6 + 1.92.
+    assert (runs_needed(0.5, 0.5), runs_needed(0.5, 0.125)) == (10, 128)
+    assert pooled([[1, 3], [0, 0, 3], [9]]) == pytest.approx(math.sqrt((1 * 2 + 2 * 3) / 3))
