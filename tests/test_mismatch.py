@@ -14,7 +14,7 @@ from tiny import save_tiny, tiny_model, tiny_tokenizer, with_outliers
 from trl_qurl import cli
 from trl_qurl.lab.evaluation.scores import Estimate
 from trl_qurl.lab.evaluation.tasks import encode_prompt as encode
-from trl_qurl.lab.mismatch.engines import Answer, Engines, score
+from trl_qurl.lab.mismatch.engines import Answer, score
 from trl_qurl.lab.mismatch.finer import choose_finer, within_kl
 from trl_qurl.lab.mismatch.prompts import BUILT_IN, Sampling, load_prompts
 from trl_qurl.lab.mismatch.report import Choice, Report, Step
@@ -270,12 +270,14 @@ def test_formats_that_do_not_fit_the_model_are_left_out_unless_they_were_named(t
     command = ["mismatch", "model", "--questions", "questions.txt", "--max-tokens", "4"]
     assert cli.main([*command, "--output", "out.json"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
-    assert asked == ["none", "int8"]
+    assert asked == ["none", "int8"] and "Sampling 16 answers from 16 bits Sampling" in printed
     assert "W4A16 is left out: w4a16 cannot quantize 10 of the 14 layers, first model.layers.0." in printed
     assert cli.main([*command, "--scheme", "int8,w4a16"]) == 2
     assert "w4a16 cannot quantize 10 of the 14 layers" in capsys.readouterr().err
     mixed = {"re:.*down_proj": "none", "*": "int8"}
-    assert cli.main([*command, "--scheme", json.dumps(mixed), "--output", "mixed.json"]) == 0
+    command += ["--scheme", json.dumps(mixed), "--output", "mixed.json"]
+    assert cli.main([*command, "--engine-kwargs", '{"enforce_eager": false}']) == 0
+    assert "from 16 bits, compiling: about a minute, once Sampling" in " ".join(capsys.readouterr().out.split())
     assert asked == ["none", "int8", "none", mixed]
 
 
@@ -296,17 +298,6 @@ def measured(warm_python, tmp_path_factory):
 @pytest.mark.vllm
 @pytest.mark.xdist_group("mismatch")
 @needs_vnni
-@pytest.mark.parametrize(
-    ("is_eager", "said"), [(True, "16 bits"), (False, "16 bits, compiling: about a minute, once")]
-)
-def test_an_engine_that_compiles_is_announced(is_eager, said):
-    engines, lines = object.__new__(Engines), []
-    vars(engines).update(say=lines.append, _repeated=[[1]], _arguments={"enforce_eager": is_eager}, _directory=None)
-    with pytest.raises(AttributeError, match="_max_tokens"):  # it would start now
-        engines.measure("none")
-    assert lines == [f"Sampling 1 answers from {said}"]
-
-
 def test_the_command_says_what_rounding_does(measured):
     directory, printed, written = measured
     assert "INT8: safe to train with" in printed and "INT8, 2 finer" in printed
