@@ -212,7 +212,8 @@ def test_an_adapter_that_cannot_be_unmerged_is_refused(method, tmp_path):
 @each_trainer
 def test_a_run_on_a_cpu_that_is_too_short_is_not_compiled(cls, tmp_path, monkeypatch):
     def eager(**changed):
-        args = settings_of(cls, tmp_path, max_completion_length=50, per_device_train_batch_size=8, **changed)
+        size = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_completion_length": 50}
+        args = settings_of(cls, tmp_path, **size | changed)
         return rollout_settings(args).engine_kwargs.get("enforce_eager", "vLLM's default")
 
     assert WORTH_COMPILING == 30_000, "answers of the runs below"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -79,6 +80,15 @@ def test_a_typing_error_is_named_in_the_last_line(capsys, arguments, message):
     assert status == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("trl-qurl") and message in last
+
+
+@pytest.mark.parametrize("script", ["gsm8k_grpo.py", "gsm8k_ppo.py"])
+def test_a_mistyped_option_of_a_script_is_one_line(script, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [script, "--learning_rte", "1", "--use_cpu", "--bf16", "false"])
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_path(str(ROOT / "examples" / script), run_name="__main__")
+    usage, error = capsys.readouterr().err.splitlines()
+    assert usage.startswith("usage: ") and error.startswith(f"{script}: error: ") and "--learning_rte" in error
 
 
 def test_both_spellings_of_an_option(monkeypatch):

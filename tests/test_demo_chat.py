@@ -54,7 +54,7 @@ def test_answers_before_and_after_are_shown(warm_python, tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1500)
     assert done.returncode == 1, done.stderr[-3000:]
     assert "the demo failed: accuracy went from 0.00 to 0.00" in done.stderr
-    assert "checkpoint shards" not in done.stderr
+    assert "checkpoint shards" not in done.stderr and "\nNext: trl-qurl grpo --model model " in done.stdout
     printed = " ".join(done.stdout.split())
     assert "What is 2 times 2?" in printed and "0.00 before, 0.00 after 2 rollouts" in printed
     rows = [row for row in read_run(tmp_path / "out").rows if "reward" in row]

@@ -19,7 +19,7 @@ def test_the_demo_learns_something_and_draws_it(algorithm, tmp_path):
     command += ["--rollouts", "2", "--required-share", "-9", "--output-dir", str(tmp_path)]
     done = subprocess.run(command, env=child_environment(), capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert "full-precision policy, expected" in done.stdout
+    assert "full-precision policy, expected" in done.stdout and "\nNext: trl-qurl demo --model " in done.stdout
     run = read_run(tmp_path)
     assert len(run.series("critic/explained_variance")) == (2 if algorithm == "ppo" else 0)
     assert len(run.series("mismatch/kl_k3")) == 2 and run.settings["algorithm"] == algorithm.upper()

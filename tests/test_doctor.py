@@ -313,20 +313,21 @@ def test_the_formats_of_a_gpu(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("instructions", "notes"),
+    ("instructions", "threads", "notes"),
     [
-        (["avx512_bf16", "avx512_vnni"], []),
-        (["avx_vnni"], ["emulates bfloat16"]),
-        ([], ["emulates bfloat16", "INT8 sums saturate"]),
+        (["avx512_bf16", "avx512_vnni"], "3 threads", []),
+        (["avx_vnni"], "2 threads", ["emulates bfloat16"]),
+        ([], "1 thread", ["emulates bfloat16", "INT8 sums saturate"]),
     ],
 )
-def test_what_a_cpu_lacks(instructions, notes, monkeypatch):
+def test_what_a_cpu_lacks(instructions, threads, notes, monkeypatch):
     capabilities = {"cpu_name": "Example", **dict.fromkeys(instructions, True)}
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: int(threads[0]))
     line = device.describe_cpu("torch")
-    assert line.status is (Status.NOTE if notes else Status.OK)
-    text = as_text(line).replace("\n", " ")
-    found = [note for note in ("emulates bfloat16", "INT8 sums saturate") if note in " ".join(text.split())]
+    assert line.status is (Status.NOTE if notes else Status.OK) and f"(Example, {threads})" in line.text
+    text = " ".join(as_text(line).split())
+    found = [note for note in ("emulates bfloat16", "INT8 sums saturate") if note in text]
     assert found == notes
 
 

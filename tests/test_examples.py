@@ -120,9 +120,8 @@ def test_the_command_with_a_settings_file_and_own_questions(model, questions, wa
     """Works without a GPU and without use_cpu or bf16 in the settings."""
     settings = {"model_name_or_path": str(model), "dataset": str(questions), "max_steps": 1, "learning_rate": 0.0}
     printed = run([warm_python, BIN / "trl-qurl", "grpo"], settings | {"rollout_quantization": "none"}, tmp_path)
-    assert (
-        f"Policy saved to {tmp_path / 'policy'}\nNext: trl-qurl eval {tmp_path / 'policy'} --tasks" in printed.stdout
-    )
+    policy = tmp_path / "policy"
+    assert f"Policy saved to {policy}\nNext: trl-qurl eval {policy} --tasks FILE" in printed.stdout
     assert "INFO: Starting vLLM.\n" in printed.stderr, "it is eager, and there is one process"
     assert printed.stderr.count("No accelerator found: training on the CPU") == (not torch.accelerator.is_available())
     assert_trained(tmp_path, model, steps=1)

@@ -90,7 +90,7 @@ def test_a_pattern_to_ignore_must_match_something():
     for pattern, near in {"model.layers.1.mlp.down_porj": "1.mlp.down_proj", "x": "0.self_attn.q_proj"}.items():
         with pytest.raises(ValueError, match=rf"quantization_ignore \(--ignore\) .*'{pattern}'.*'model.layers.{near}"):
             make_plan(model, "int8", ["lm_head", pattern])
-    make_plan(model, "int8", ["model.embed_tokens"])
+    make_plan(model.model, "int8", ["lm_head", "embed_tokens"])  # without a head
 
 
 @pytest.mark.parametrize("pattern", ["lm_head", r"re:.*\.experts\.", "re:.*self_attn"])

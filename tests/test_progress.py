@@ -29,6 +29,7 @@ ROW = {
     "throughput/generated_tokens_per_s": 1234.4,
     "epoch": 0.05,
 }
+UPDATE = {"loss": 0.0, "clip_ratio/region_mean": 0.125}
 WHOLE = "  12/1740  reward 0.512  KL 1.2e-03  clip 1.6%  length 212  cut 12%  1234 tok/s  24.1 s/step  left 11:34:05"
 
 
@@ -56,16 +57,13 @@ def test_lines_of_evaluations_and_of_the_end():
 
 
 def test_columns_stay_in_their_place_between_rollouts():
-    update, widths = {"loss": 0.0, "clip_ratio/region_mean": 0.125}, {}
-    lines = [step_line(row, 8, 12, 5.0, widths) for row in (update, ROW, update, {"eval_reward": 0.25}, ROW)]
+    evaluation, widths = {"eval_reward": 0.25, "eval_completions/mean_length": 12.0}, {}
+    lines = [step_line(row, 8, 12, 5.0, widths) for row in (UPDATE, ROW, UPDATE, evaluation, ROW)]
     rollout = " 8/12  reward 0.512  KL 1.2e-03  clip 1.6%   length 212  cut 12%  1234 tok/s  5 s/step  left 0:00:20"
     assert lines[0] == " 8/12  clip 12.5%  5 s/step  left 0:00:20"
     assert lines[1] == lines[4] == rollout
-    assert [lines[2].index(name) for name in ("clip", "5 s/step")] == [
-        rollout.index("clip"),
-        rollout.index("5 s/step"),
-    ]
-    assert lines[3] == " 8/12  eval  reward 0.250", "evaluations have columns of their own"
+    assert all(lines[2].index(name) == rollout.index(name) for name in ("clip", "5 s/step"))
+    assert lines[3] == " 8/12  eval  reward 0.250  length 12", "evaluations have columns of their own"
 
 
 def log_two_steps(first=True, start=0):
@@ -102,14 +100,15 @@ def test_a_run_first_prints_its_plan_and_later_its_pace(tmp_path, monkeypatch):
     with redirect_stdout(io.StringIO()) as out:
         callback, state = StepLineCallback(), TrainerState(max_steps=870, is_world_process_zero=True)
         callback.on_train_begin(args, state, TrainerControl())
-        for _ in range(4):
+        for row in (ROW, UPDATE, UPDATE, ROW):
             state.global_step += 1
-            callback.on_log(args, state, TrainerControl(), logs=dict(ROW))
+            callback.on_log(args, state, TrainerControl(), logs=dict(row))
     first, *steps = out.getvalue().splitlines()
     # 16 x 16 = 256 answers to 256 / 8 = 32 questions; 16 / 4 = 4 updates; 870 / 4 = 217.5, so 218 rollouts.
     expected = "rollouts of 256 answers (32 questions x 8), up to 512 tokens, 4 updates each (acr)"
     assert first == f"870 steps: 218 INT8 {expected}"
     assert progress._plan(args, 4).startswith("4 steps: 1 INT8 rollout of")
+    assert {line.index("clip") for line in steps} == {steps[0].index("clip")}
     assert ["left" in line for line in steps] == [False, False, False, True], "the first step has a whole rollout"
 
 
@@ -188,6 +187,7 @@ def watch_engine(answers, seconds, monkeypatch, limit=100, is_first=True):
     def wait(step):
         nonlocal now
         now += step
+        state.global_step += now == 130
         counts = {n: SimpleNamespace(num_output_tokens=partial(sum, [tokens])) for n, tokens in answers(now).items()}
         states = {n: SimpleNamespace(request_id=n, max_tokens_param=limit, detokenizer=c) for n, c in counts.items()}
         engine = SimpleNamespace(output_processor=SimpleNamespace(request_states=states))
@@ -216,10 +216,10 @@ def test_a_log_gets_a_dated_line_a_minute(monkeypatch, capsys):
     watch_engine(four_answers, 165, monkeypatch)
     rollout, update = capsys.readouterr().out.splitlines()
     # The rollout is seen in second 1. In second 61 there are 3 x 61 + 29 = 212 tokens, 3.53 a second, and 3 x 39 may
-    # follow in 33 seconds. It is over in second 101, and a minute later the step is still under way.
+    # follow in 33 seconds. It is over in second 101, and a minute later the next step takes half of one.
     assert rollout[21:] == "generating: 1 of 4 answers, 212 tokens, 4 tok/s, at most 0:00:33 left"
     assert datetime.fromisoformat(rollout[:19])
-    assert update[21:] == "step 5/9: 0:02:41 so far, generating took 58 s last time"
+    assert update[21:] == "step 6/9: 0:00:31 so far, generating took 58 s last time"
 
 
 def test_a_terminal_gets_one_line_that_is_rewritten(monkeypatch, capsys):
