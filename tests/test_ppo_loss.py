@@ -1,9 +1,5 @@
 """PPO's policy gradient on real rollouts: REINFORCE, and the plain PPO loss, where it must reduce to them."""
 
-import os
-
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-
 import pytest
 import torch
 from datasets import Dataset

@@ -5,13 +5,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
 import pytest
 import torch
 from conftest import DISTRIBUTED_VARIABLES
+from datasets import Dataset
 from tiny import ENGINE
 
 SETTINGS = {"report_to": [], "use_cpu": True, "bf16": False, "vllm_max_model_length": 64, "vllm_engine_kwargs": ENGINE}
-ROWS = [{"prompt": prompt} for prompt in ("ab", "cd", "ef", "gh") for _ in range(4)]
+PROMPTS = ["ab", "cd", "ef", "gh"]
+ROWS = [{"prompt": prompt} for prompt in PROMPTS for _ in range(4)]
+CAP, EPSILON_LOW, EPSILON_HIGH = 2.0, 0.2, 0.28
 
 Batch = dict[str, Any]
 
@@ -23,6 +28,21 @@ def ready(trainer: Any) -> Any:
         os.environ.pop(name, None)
     trainer.model.train()
     return trainer
+
+
+def build(kind: Any, directory: Any, model: Any, reward: Any, *others: Any, **settings: Any) -> Any:
+    """Return a new GRPO or RLOO trainer of four prompts with four completions each, its arguments in TRL's order."""
+    config = kind._config_class(
+        str(directory),
+        per_device_train_batch_size=4,
+        steps_per_generation=4,
+        num_generations=4,
+        max_completion_length=8,
+        epsilon=EPSILON_LOW,
+        epsilon_high=EPSILON_HIGH,
+        **SETTINGS | settings,
+    )
+    return ready(kind(model, reward, config, Dataset.from_dict({"prompt": PROMPTS}), *others))
 
 
 def random_batch(lengths: torch.Tensor, longest: int) -> Batch:
@@ -37,7 +57,7 @@ def random_batch(lengths: torch.Tensor, longest: int) -> Batch:
     }
 
 
-def policy_log_probabilities(trainer: Any, inputs: Batch) -> torch.Tensor:
+def logps_of(trainer: Any, inputs: Batch) -> torch.Tensor:
     input_ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
     mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
     length = inputs["completion_ids"].size(1)
