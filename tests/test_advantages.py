@@ -55,14 +55,11 @@ def test_gae_equals_its_definition_on_random_batches(B, T, gamma, lam, dense, se
     [
         # Reward 1 at the end; values .5, .6, .8.
         ("γ = λ = 1: reward minus value", [1, 1, 1], 0.0, 1.0, 1.0, [0.5, 0.4, 0.2], [1.0, 1.0, 1.0]),
-        ("λ = 0: one step ahead", [1, 1, 1], 0.0, 1.0, 0.0, [0.1, 0.2, 0.2], [0.6, 0.8, 1.0]),
-        ("γ = .5, λ = 1: discounted", [1, 1, 1], 0.0, 0.5, 1.0, [-0.25, -0.1, 0.2], [0.25, 0.5, 1.0]),
         # δ = .5·.6−.5, .5·.8−.6, 1−.8 = −.2, −.2, .2; γλ = .25.
         ("γ = λ = .5", [1, 1, 1], 0.0, 0.5, 0.5, [-0.2375, -0.15, 0.2], [0.2625, 0.45, 1.0]),
         ("cut: the value after the last token counts", [1, 1, 1], 0.3, 1.0, 1.0, [0.8, 0.7, 0.5], [1.3, 1.3, 1.3]),
         ("a tool's token between: no time passes", [1, 0, 1], 0.0, 0.5, 1.0, [0.0, 0.0, 0.2], [0.5, 0.0, 1.0]),
         ("padding behind: the reward moves forward", [1, 1, 0], 0.0, 1.0, 1.0, [0.5, 0.4, 0.0], [1.0, 1.0, 0.0]),
-        ("nothing learned", [0, 0, 0], 0.3, 1.0, 1.0, [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]),
     ],
 )
 def test_gae_by_hand(case, mask, bootstrap, gamma, lam, advantages, returns):

@@ -336,8 +336,10 @@ def test_a_list_of_numbers_is_not_checked_as_a_number():  # the beta of TRL's On
     check_types(dataclasses.make_dataclass("Betas", [("beta", list[float])])([0.1]))
 
 
-def test_llmcompressor_works_in_one_process(monkeypatch):
+def test_llmcompressor_works_with_a_format_and_in_one_process(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())  # whether llm-compressor is here or not
+    with pytest.raises(ValueError, match=r"needs a format .*, but rollout_quantization is None .*: use weight_sync"):
+        config(weight_sync="llmcompressor", rollout_quantization=None)
     monkeypatch.setattr(QuRLGRPOConfig, "world_size", 2)
     with pytest.raises(ValueError, match=r"works in one process, .* and this run has 2: use weight_sync='auto'"):
         config(weight_sync="llmcompressor")
@@ -358,19 +360,6 @@ def test_processes_wait_for_the_main_one_longer_than_it_waits_for_the_server(mon
     config(vllm_server_timeout=1200.0)  # a colocated engine has no requests
     monkeypatch.setattr(QuRLGRPOConfig, "world_size", 1)
     config(vllm_mode="server", vllm_server_timeout=1200.0)
-
-
-def test_llmcompressor_needs_a_format(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    with pytest.raises(ValueError, match=r"needs a format .*, but rollout_quantization is None .*: use weight_sync"):
-        config(weight_sync="llmcompressor", rollout_quantization=None)
-
-
-def test_llmcompressor_missing_names_the_extra_and_the_other_way(monkeypatch):
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "llmcompressor" else find_spec(name))
-    with pytest.raises(ImportError, match=r"pip install 'trl-qurl\[llmcompressor\]'`, or use weight_sync='auto'"):
-        config(weight_sync="llmcompressor")
 
 
 # The command line and YAML -------------------------------------------------------------------------------------------

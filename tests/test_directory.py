@@ -88,9 +88,3 @@ def test_no_run_loses_its_directory_to_another(runs, run_scenario, tmp_path):
     directory = CheckpointDirectory(str(tmp_path / "rollouts"), 0)
     assert directories(tmp_path / "rollouts") == [directory.path], "directories of killed runs were not removed"
     assert (tmp_path / "rollouts" / "something else").exists()
-
-
-def test_too_little_room_is_refused(tmp_path):
-    with pytest.raises(OSError, match=r"GB are free and .* GB are needed.*rollout_checkpoint_dir"):
-        CheckpointDirectory(str(tmp_path), 10**18)
-    assert directories(tmp_path) == []

@@ -329,9 +329,3 @@ def test_what_a_cpu_lacks(instructions, threads, notes, monkeypatch):
     text = " ".join(as_text(line).split())
     found = [note for note in ("emulates bfloat16", "INT8 sums saturate") if note in text]
     assert found == notes
-
-
-def test_lines_wrap():
-    wrapped = as_text(Line("memory", "word " * 40, Status.NOTE, "Do this.")).splitlines()
-    assert len(wrapped) > 2 and all(part.startswith(" " * 24) for part in wrapped[1:])
-    assert wrapped[-1].strip() == "-> Do this."

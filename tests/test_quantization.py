@@ -11,12 +11,9 @@ from compressed_tensors.quantization import preset_name_to_scheme
 from compressed_tensors.quantization.lifecycle import forward_helpers
 from compressed_tensors.quantization.quant_args import round_to_quantized_type_args
 from compressed_tensors.quantization.utils import calculate_qparams
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.torch import load_file
-from tiny import FAMILIES, SHARED, WHOLE_BLOCKS, layers_of, stream_of, tiny_model, tiny_tokenizer
+from tiny import FAMILIES, WHOLE_BLOCKS, layers_of, stream_of, tiny_model, tiny_tokenizer
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForCausalLM
 
 from trl_qurl.quantization import (
     SCHEMES,
@@ -49,12 +46,8 @@ def test_int8_codes_by_hand():
     assert codes.dtype == torch.int8
     assert codes.tolist() == [[100, -128], [0, 0]]
     torch.testing.assert_close(scale, torch.tensor([[0.01], [torch.finfo(torch.float32).eps]]))
-
-
-def test_int8_largest_positive_weight_is_clipped_to_127():
-    # 127.5 lies above the largest code: it is clipped before it is rounded.
-    codes, _ = round_to(INT8, torch.tensor([[2.0, 1.0]]))
-    assert codes.tolist() == [[127, 64]]  # 1.0 / (2 / 127.5) = 63.75
+    restored = INT8.dequantize({"weight": codes, "weight_scale": scale})
+    torch.testing.assert_close(restored, torch.tensor([[1.0, -1.28], [0.0, 0.0]]))
 
 
 def test_fp8_codes_by_hand():
@@ -126,32 +119,22 @@ def test_mxfp8_activations_are_below_448(exponent):
     assert rounded.count_nonzero() == 9
 
 
-def test_w4a16_codes_by_hand():
-    # Two groups of 128. Group 0: absmax 7.5, scale 7.5 / 7.5 = 1, codes 7 (7.5 is clipped), -8 (-7.5 ties to even), 1.
-    # Group 1: all zero, scale = float32's eps. Codes are stored eight to a word with 8 added, the first in the lowest
-    # bits: 15, 0, 9, then 8s.
+@pytest.mark.parametrize(
+    ("scheme", "limit", "words"),
+    [(W4A16, 7, [0x8888890F, *[0x88888888] * 31]), (W8A16, 127, [0x808100FF, *[0x80808080] * 63])],
+    ids=["w4a16", "w8a16"],
+)
+def test_packed_codes_by_hand(scheme, limit, words):
+    # Two groups of 128. Group 0: absmax 7.5, scale 7.5 / 7.5 = 1, codes 7 (7.5 is clipped), -8 (-7.5 ties to even), 1;
+    # with 8 bits 127, -128 and 1. Group 1: all zero, scale = float32's eps. Codes are stored eight (four) to a word
+    # with 8 (128) added, the first in the lowest bits: 15, 0, 9, then 8s (255, 0, 129, then 128s).
     weight = torch.zeros(1, 256)
-    weight[0, :3] = torch.tensor([7.5, -7.5, 1.2])
-    tensors = W4A16.quantize(weight)
-    words = [0x8888890F] + [0x88888888] * 31
+    weight[0, :3] = torch.tensor([limit + 0.5, -limit - 0.5, 1.2])
+    tensors = scheme.quantize(weight)
     assert tensors["weight_packed"].tolist() == [[word - 2**32 for word in words]]
     assert tensors["weight_scale"].tolist() == [[1.0, torch.finfo(torch.float32).eps]]
     assert tensors["weight_shape"].tolist() == [1, 256]
-    assert W4A16.dequantize(tensors)[0, :4].tolist() == [7.0, -8.0, 1.0, 0.0]
-
-
-def test_w8a16_codes_by_hand():
-    # Group 0: absmax 127.5, scale 127.5 / 127.5 = 1, codes 127 (127.5 is clipped), -128 (-127.5 ties to even), 1.
-    # Group 1: all zero. Codes are stored four to a word with 128 added, the first in the lowest bits: 255, 0, 129,
-    # then 128s.
-    weight = torch.zeros(1, 256)
-    weight[0, :3] = torch.tensor([127.5, -127.5, 1.2])
-    tensors = W8A16.quantize(weight)
-    words = [0x808100FF] + [0x80808080] * 63
-    assert tensors["weight_packed"].tolist() == [[word - 2**32 for word in words]]
-    assert tensors["weight_scale"].tolist() == [[1.0, torch.finfo(torch.float32).eps]]
-    assert tensors["weight_shape"].tolist() == [1, 256]
-    assert W8A16.dequantize(tensors)[0, :4].tolist() == [127.0, -128.0, 1.0, 0.0]
+    assert scheme.dequantize(tensors)[0, :4].tolist() == [limit, -limit - 1, 1.0, 0.0]
 
 
 @pytest.mark.parametrize("scheme", [W4A16, W8A16], ids=["w4a16", "w8a16"])
@@ -169,17 +152,6 @@ def test_widths_that_groups_do_not_divide_are_refused_with_the_pattern_that_keep
         write_checkpoint(model, None, "w4a16", tmp_path / "out", quantizer=quantizer)
     ignore = ["lm_head", "re:.*down_proj"]
     write_checkpoint(model, None, "w4a16", tmp_path / "out", quantizer=quantizer, ignore=ignore)
-
-
-@given(st.integers(0, 2**31), st.sampled_from([torch.float32, torch.bfloat16]), st.floats(1e-6, 1e4))
-@settings(max_examples=30, deadline=None)
-def test_int8_error_is_at_most_half_a_step(seed, dtype, magnitude):
-    weight = (magnitude * torch.randn(8, 16, generator=torch.Generator().manual_seed(seed))).to(dtype)
-    codes, scale = round_to(INT8, weight)
-    steps = (codes.double() - weight.double() / scale.double()).abs()
-    # Half a step from rounding; in bfloat16 the quotient near 127 is itself rounded to multiples of 0.5: 0.25 more,
-    # and the scale's own rounding (2^-9 relative) moves a quotient of 127.5 by another 0.25.
-    assert steps.max() <= (0.5 + 1e-4 if dtype == torch.float32 else 1.0)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
@@ -204,14 +176,6 @@ def test_rounding_in_chunks_changes_no_bit(scheme, monkeypatch):
     monkeypatch.setattr(packing, "CACHED", weight.numel())
     for name, tensor in scheme.quantize(weight).items():
         assert torch.equal(chunked[name].view(torch.uint8), tensor.view(torch.uint8)), name
-
-
-@pytest.mark.parametrize("scheme", [FP8, FP8_BLOCK, MXFP8], ids=["fp8", "fp8_block", "mxfp8"])
-def test_negative_zeros_become_positive(scheme):
-    weight = torch.full((128, 128), 448.0)
-    weight[0, 1] = -0.0  # FP8 has a code for it, 0x80, but llm-compressor stores 0
-    codes = scheme.quantize(weight)["weight"]
-    assert codes.view(torch.uint8)[0, 1] == 0
 
 
 class DivisionAsOnCUDA(TorchFunctionMode):
@@ -272,18 +236,6 @@ def test_input_is_untouched_and_other_tensors_pass_through_as_they_are():
             assert streamed[name].data_ptr() == tensor.data_ptr()
 
 
-def test_codes_stand_for_the_weights():
-    model = tiny_model(**WHOLE_BLOCKS)
-    for name, tensor in model.named_parameters():
-        if name.removesuffix(".weight") in layers_of(model):
-            # Of the channel's largest, or where a block has a scale, of all.
-            steps = {INT8: 1 / 127, FP8: 1 / 16, FP8_BLOCK: 1 / 16, MXFP8: 1 / 16, W4A16: 1 / 14, W8A16: 1 / 254}
-            for scheme, tolerance in steps.items():
-                restored = scheme.dequantize(scheme.quantize(tensor.data))
-                error = (restored - tensor).abs() / tensor.abs().amax(dim=1, keepdim=True)
-                assert 0 < error.max() <= tolerance
-
-
 def test_a_layer_that_never_comes_is_an_error():
     model = tiny_model()
     others = [pair for pair in model_parameters(model) if pair[0] != "model.layers.1.mlp.up_proj.weight"]
@@ -295,11 +247,6 @@ def test_only_floating_matrices_are_quantized():
     for weight, reason in ((torch.ones(3), r"has the shape \(3,\)"), (torch.ones(2, 2).int(), "of dtype torch.int32")):
         with pytest.raises(ValueError, match=f"{reason}.*quantization_ignore"):
             INT8.quantize(weight)
-
-
-def test_unknown_scheme_lists_what_exists():
-    with pytest.raises(ValueError, match="'int3'.*'int8', 'fp8'"):
-        get_scheme("int3")
 
 
 @pytest.mark.parametrize(
@@ -348,14 +295,6 @@ def test_ignoring_everything_is_an_error():
         layers_of(tiny_model(), ["Linear"])
 
 
-def test_layers_of_a_peft_model_are_those_of_its_base():
-    from peft import LoraConfig, get_peft_model
-
-    base = layers_of(tiny_model())
-    adapted = get_peft_model(tiny_model(), LoraConfig(target_modules=["q_proj", "down_proj"]))
-    assert layers_of(adapted) == base
-
-
 # Against llm-compressor ----------------------------------------------------------------------------------------------
 
 
@@ -381,15 +320,6 @@ def assert_streamed_equals_llmcompressor(model, scheme, directory, ignore=("lm_h
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_stream_equals_llmcompressor_bit_for_bit(family, scheme, dtype, tied, tmp_path):
     model = tiny_model(family, dtype, tie_word_embeddings=tied, **WHOLE_BLOCKS)
-    assert_streamed_equals_llmcompressor(model, scheme, tmp_path)
-
-
-@needs_llmcompressor
-@pytest.mark.skipif(not (SHARED / "models" / "stories260K").exists(), reason="needs ../shared/models/stories260K")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("scheme", ["int8", "fp8"])  # its width of 64 is less than a group
-def test_stream_equals_llmcompressor_on_trained_weights(scheme, dtype, tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(SHARED / "models" / "stories260K", dtype=dtype)
     assert_streamed_equals_llmcompressor(model, scheme, tmp_path)
 
 

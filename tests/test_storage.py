@@ -46,11 +46,6 @@ def test_shards_hold_every_tensor_once(tmp_path):
         assert torch.equal(load_file(tmp_path / file)[name], tensors[name])
 
 
-def test_one_shard_is_named_as_users_expect(tmp_path):
-    write_tensors([("t", torch.ones(2))], tmp_path)
-    assert os.listdir(tmp_path) == ["model.safetensors"]
-
-
 def test_a_tensor_may_change_after_it_was_taken(tmp_path):
     # As when an adapter is unmerged, or gathered shards are freed, before the shard is written.
     def stream():

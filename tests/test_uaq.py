@@ -48,10 +48,6 @@ def mlp_norm(variant):
     return "pre_feedforward_layernorm" if variant in ("gemma2", "gemma3_text") else "post_attention_layernorm"
 
 
-def gate(variant):
-    return "mlp.gate_up_proj" if variant in ("glm", "glm4", "phi3") else "mlp.gate_proj"
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_gains_double_their_layers_halve_and_nothing_else_changes(variant):
     # Unchanged: biases, o_proj, down_proj, q/k norms, norms after a block, the last norm, embedding and head.
@@ -66,18 +62,6 @@ def test_gains_double_their_layers_halve_and_nothing_else_changes(variant):
         elif re.search(rf"layers\.\d\.(input_layernorm|{mlp_norm(variant)})\.weight", name):
             expected = 2 * expected + offset  # 2 (offset + w) − offset
         assert torch.equal(parameter, expected), name
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_forgotten_norm_or_layer_changes_the_logits(variant):
-    # Logits do not show q and k below q/k norms, nor v and up below Gemma's norms after each block.
-    for forgotten in (mlp_norm(variant), gate(variant)):
-        model = dense_model(variant)
-        before = logits(model)
-        original = model.get_submodule(f"model.layers.0.{forgotten}").weight.detach().clone()
-        scale_model_(model, 1.5)
-        model.get_submodule(f"model.layers.0.{forgotten}").weight.data.copy_(original)
-        assert relative_change(before, logits(model)) > 1e-3
 
 
 @pytest.mark.parametrize(
