@@ -28,34 +28,22 @@ def compare(monkeypatch, tmp_path, capsys):
     return compare
 
 
-def test_a_new_kind_of_machine_gets_a_file(compare):
-    status, printed, stored = compare(**STORED)
-    assert (status, stored) == (0, STORED) and "Stored for" in printed
-    assert compare(**STORED)[0] == 0
-
-
 @pytest.mark.parametrize(
     ("now", "worse"),
     [
         ({"startup": 0.099, "decode": 0.46}, []),  # at most twice as long, at least three quarters as fast
-        ({"startup": 0.101, "decode": 0.46}, ["startup"]),
-        ({"startup": 0.01, "decode": 0.44}, ["decode"]),
-        ({"startup": 0.2, "decode": 0.1}, ["startup", "decode"]),
-        ({"startup": 0.001, "decode": 6.0}, []),
+        ({"startup": 0.101, "decode": 6.0}, ["startup"]),
+        ({"startup": 0.001, "decode": 0.44}, ["decode"]),
     ],
 )
 def test_a_worse_figure_fails_and_is_not_stored(compare, now, worse):
     compare(**STORED)
     status, printed, stored = compare(**now)
     assert (status, stored) == (bool(worse), STORED)
-    assert printed.count("WORSE") == len(worse)
-    if worse:
-        assert f": {', '.join(worse)}. If that is intended" in printed
+    assert not worse or f": {', '.join(worse)}. If that is intended" in printed
 
 
-def test_worse_figures_can_be_accepted_and_new_ones_do_not_fail(compare):
-    compare(**STORED)
-    status, printed, stored = compare(startup=0.05, rounding=9.0)
-    assert (status, stored) == (0, STORED) and " new" in printed, "stored only if asked to"
-    status, _, stored = compare("--store", startup=0.5)
-    assert (status, stored) == (0, STORED | {"startup": 0.5})
+def test_new_figures_are_stored_if_asked_to(compare):
+    assert compare(**STORED)[::2] == (0, STORED)
+    assert compare(startup=0.05, rounding=9.0)[::2] == (0, STORED)
+    assert compare("--store", startup=0.5)[::2] == (0, STORED | {"startup": 0.5})

@@ -37,7 +37,8 @@ def states(printed):
     return {name: state for state, name in re.findall(r"^  (DIFFERS|MISSING) *(\S+)$", printed, re.MULTILINE)}
 
 
-def test_other_files_and_other_lines_may_differ(make_wheel, capfd):
+def test_other_files_and_other_lines_may_differ(make_wheel, capfd, monkeypatch):
+    monkeypatch.setattr(cuda_contract, "run_contract", lambda site: True)  # slow, and the next test runs it
     wheel = make_wheel(
         **{
             "vllm/_version.py": lambda text: "version = '0.0.0'\n",

@@ -54,7 +54,6 @@ def write_runs(directory, accuracies, experiment="main"):
                     "expected_accuracy": value + (1.0 if rollout <= 10 else 0.01 * (-1) ** rollout),
                     "mismatch/kl_k3": 0.1 if rollout <= 10 else 0.3,
                     "mismatch/ratio_max": 5.0 + seed if rollout == 3 else 1.0,
-                    "clip_ratio/region_mean": 0.02,
                     "step_time": 0.5,
                 }
                 for rollout in range(1, 31)
@@ -69,16 +68,12 @@ def test_the_tables_of_some_logs(tmp_path, capsys):
     summary.main(["--runs", str(tmp_path), "--output", str(output)])
     printed = capsys.readouterr().out
     # bf16: mean .7, standard error .1 / sqrt(2) * ... = sd .1414 / sqrt(2) = .1, times t(1) = 12.706.
-    row = next(line for line in printed.splitlines() if line.startswith("| bf16 |"))
-    assert row.split(" | ")[1:4] == ["2", "30", "0.700 ± 1.271"]
-    assert "0.1 → 0.3" in row and " 6 " in row and "2.0%" in row
+    assert "| bf16 | 2 | 30 | 0.700 ± 1.271 |" in printed and "0.1 → 0.3" in printed and "| 6 |" in printed
     # Differences -.1 and -.2: mean -.15, sd .0707, standard error .05, times 12.706.
     assert "| int8_naive - bf16 | 2 | -0.150 ± 0.635 | – |" in printed
     assert "| int8_tis - bf16 | 1 | -0.050 | – |" in printed
     assert "acr" not in printed, "an arm without runs was shown"
-    record = json.loads(output.read_text())
-    assert record["runs"]["count"] == 5
-    assert math.isclose(record["runs"]["training_hours"], 5 * 30 * 0.5 * 2 / 3600)
+    assert json.loads(output.read_text())["runs"]["training_hours"] == pytest.approx(5 * 30 * 0.5 * 2 / 3600)
 
 
 def test_p_values_are_students():

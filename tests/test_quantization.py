@@ -295,6 +295,14 @@ def test_ignoring_everything_is_an_error():
         layers_of(tiny_model(), ["Linear"])
 
 
+def test_layers_of_a_peft_model_are_those_of_its_base():
+    from peft import LoraConfig, get_peft_model
+
+    base = layers_of(tiny_model())
+    adapted = get_peft_model(tiny_model(), LoraConfig(target_modules=["q_proj", "down_proj"]))
+    assert layers_of(adapted) == base
+
+
 # Against llm-compressor ----------------------------------------------------------------------------------------------
 
 

@@ -19,7 +19,7 @@ LONGEST_FILE, LONGEST_FUNCTION = 300, 60
 LIMITS: dict[str, int] = {
     "core, lines": 8_550,
     "lab, lines": 5_340,
-    "tests, lines": 22_050,
+    "tests, lines": 21_780,
     "benchmarks, lines": 4_800,
     f"files over {LONGEST_FILE} lines": 0,
     f"functions over {LONGEST_FUNCTION} lines": 0,
