@@ -70,6 +70,7 @@ def test_a_command_imports_its_own_module_and_nothing_heavy():
         (["bench", "model", "--schemes", "int8"], "Unexpected argument --schemes int8; did you mean --scheme?"),
         (["quantize", "model", "out", "--scheme", "in8"], "Unknown quantization scheme 'in8'; did you mean 'int8'? "),
         (["quantize", "model", "out", "more", "--scheme", "int8"], "Unexpected argument more."),
+        (["quantize", "model", "out", "--scheme", "none"], "--scheme none quantizes nothing: choose a format."),
     ],
 )
 def test_a_typing_error_is_named_in_the_last_line(capsys, arguments, message):

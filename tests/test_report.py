@@ -22,7 +22,7 @@ def run_of(rows=(), **changed):
 
 
 def write_run(directory, rows, **changed):
-    directory.mkdir()
+    directory.mkdir(parents=True)
     lines = [{"settings": SETTINGS | changed}, *rows]
     (directory / "run.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return str(directory)
@@ -114,10 +114,10 @@ def test_the_table_and_the_picture(tmp_path, capsys, monkeypatch):
 
 def test_bad_input_is_an_error(tmp_path, capsys, monkeypatch):
     pytest.importorskip("matplotlib")
-    run, empty = write_run(tmp_path / "run", [{"step": 4, "reward": 0.5}]), write_run(tmp_path / "empty", [])
+    run, empty = write_run(tmp_path / "run", [{"step": 4, "reward": 0.5}]), write_run(tmp_path / "new" / "empty", [])
     for arguments, message in {
         (str(tmp_path / "absent"),): "does not exist: pass the output_dir of a run",
-        (run, empty): "empty/run.jsonl has no rows yet: leave this run out",
+        (run, str(Path(empty).parent)): "new/empty/run.jsonl has no rows yet: leave this run out",
         (run, "-o", f"{run}/run.jsonl"): "Format 'jsonl' is not supported (supported formats: ",
         (run, "-o", str(tmp_path / "absent" / "runs.png")): "No such file or directory",
     }.items():

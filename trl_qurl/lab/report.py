@@ -52,7 +52,8 @@ def run(args: argparse.Namespace) -> int:
 
     # A directory of runs stands for all of them that have rows.
     below = {path: [] if (path / RUN_LOG).exists() else sorted(path.glob(f"*/{RUN_LOG}")) for path in args.runs}
-    logs = [run for path in args.runs for run in [r for r in map(read_run, below[path]) if r.rows] or [read_run(path)]]
+    found = [list(map(read_run, below[path] or [path])) for path in args.runs]
+    logs = [run for each in found for run in [run for run in each if run.rows] or each]
     if empty := [log.path for log in logs if not log.rows]:
         raise ValueError(f"{empty[0]} has no rows yet: leave this run out, or wait for its first logging_steps.")
     runs = label_runs(logs)

@@ -70,7 +70,7 @@ def start_engine(job: Job, policy: Any) -> LLM:
     from trl_qurl.quantization.plan import make_plan
     from trl_qurl.quantization.storage import write_config
     from trl_qurl.rollout.directory import CheckpointDirectory
-    from trl_qurl.rollout.engine.hardware import check_cpu_build, kernel_environment
+    from trl_qurl.rollout.engine.hardware import check_cpu_build, cpu_cache_arguments, kernel_environment
     from trl_qurl.rollout.wire import WORKER_EXTENSION
 
     policy = getattr(policy, "get_base_model", lambda: policy)()
@@ -94,6 +94,8 @@ def start_engine(job: Job, policy: Any) -> LLM:
         "worker_extension_cls": WORKER_EXTENSION,
         "enforce_eager": not is_gpu,  # on a CPU, vLLM compiles for minutes
     }
+    load = {"sequences": workload.batch, "length": workload.length}
+    arguments |= cpu_cache_arguments(str(directory.path), job.engine_kwargs, **load)
     return LLM(**{**arguments, **job.engine_kwargs})
 
 

@@ -43,7 +43,7 @@ def cached_warm_start(settings: WarmStartSettings, cache_dir: Path) -> Path:
             policy.save_pretrained(tmp)
             tokenizer.save_pretrained(tmp)
 
-    return cached(cache_dir / f"warm-start-{fingerprint(settings)}", make)
+    return cached(cache_dir / f"warm-start-{fingerprint(settings)}" / "tiny-qwen2", make)
 
 
 def fingerprint(settings: WarmStartSettings) -> str:
