@@ -70,6 +70,24 @@ def facts_reward(text: str, _: None = None) -> float:
     return good / FACTS if len(listed) <= FACTS else 0.0
 
 
+def few_shot(held_out: bool) -> list[tuple[Messages, int]]:
+    """Sums and products after an example of each, for a base model; such models end no answer by themselves."""
+    examples = "27 + 5 = 32\n23 * 3 = 69\n"
+    return [
+        # A system message, because Gemma's template writes a new line after a user's.
+        ([{"role": "system", "content": f"{examples}{a} {sign} {b} ="}], a + b if sign == "+" else a * b)
+        for sign in "+*"
+        for a in range(12, 20)
+        for b in range(2, 10)
+        if ((a + 3 * b) % 4 == 0) == held_out
+    ]
+
+
+def first_number(text: str, answer: int) -> float:
+    """Return 1 if the first number is the answer."""
+    return float(re.findall(r"\d+", text)[:1] == [str(answer)])
+
+
 TASKS = {
     "arithmetic": Task(
         learned=arithmetic(held_out=False),
@@ -85,5 +103,12 @@ TASKS = {
         reward=facts_reward,
         longest=160,
         learning_rate=2e-5,
+    ),
+    "few_shot": Task(
+        learned=few_shot(held_out=False),
+        held_out=few_shot(held_out=True),
+        reward=first_number,
+        longest=5,
+        learning_rate=1e-5,
     ),
 }

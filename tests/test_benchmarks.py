@@ -143,15 +143,12 @@ def test_a_benchmark_with_engines_fills_every_cell(name, further, cells, figure,
             assert 0 < parts <= 1.05 * cell["step_s"], "the parts are no more than the step"
 
 
-def test_time_to_target_adds_up_logged_seconds(load):
-    module = load("time_to_target")
-    seconds = {"time/sync_s": 1.0, "time/generate_s": 2.0, "time/logps_s": 3.0, "time/update_s": 4.0}
-    rows = [{"expected_accuracy": 0.1 * number, **seconds} for number in range(1, 9)]
-    assert module.seconds_of(rows[0]) == 1 + 2 + 3 + 4 * 4  # four updates per rollout, of which the mean is logged
-    # The mean of the accuracies 0.2 to 0.6 is 0.4.
-    assert module.reached(rows, target=0.39) == {"rollouts": 6, "seconds": pytest.approx(6 * 22)}
-    assert module.reached(rows, target=0.1) == {"rollouts": 5, "seconds": pytest.approx(5 * 22)}
-    assert module.reached(rows, target=0.7) == {"rollouts": None, "seconds": None}
+def test_which_updates_a_16_bit_type_sees(load):
+    updates, layer = load("half_precision").updates, torch.nn.Linear(4, 4)
+    torch.nn.init.ones_(layer.weight)  # neighbors: 1 - 2⁻⁸ and 1 + 2⁻⁷ in bfloat16, 1 - 2⁻¹¹ and 1 + 2⁻¹⁰ in float16
+    assert updates(layer, torch.bfloat16, 2**-10) == {"changed": 0, "seen": 0}
+    assert updates(layer, torch.float16, 2**-10) == {"changed": 1, "seen": 1}
+    assert updates(layer, torch.float16, 2**-13) == {"changed": 0, "seen": 0}
 
 
 def test_the_exact_accuracy_is_the_product_of_probabilities():
