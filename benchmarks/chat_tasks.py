@@ -23,7 +23,6 @@ class Task(NamedTuple):
         longest: Maximum tokens of a completion.
         learning_rate: Learning rate of every arm.
         samples: Answers sampled per held-out question to measure accuracy.
-        text: The shortest right completion, given the answer; `None` if many are right.
     """
 
     learned: list[tuple[Messages, Any]]
@@ -32,7 +31,6 @@ class Task(NamedTuple):
     longest: int
     learning_rate: float
     samples: int = 8
-    text: Callable[[Any], str] | None = None
 
 
 def arithmetic(held_out: bool) -> list[tuple[Messages, int]]:
@@ -95,7 +93,6 @@ TASKS = {
         reward=lambda text, answer: float(is_right(text, answer)),
         longest=16,
         learning_rate=1e-5,
-        text=str,
     ),
     "facts": Task(
         learned=facts(held_out=False),

@@ -98,7 +98,6 @@ def train(model: str, task_name: str, arm: str, seed: int, rollouts: int, output
     from benchmarks.chat_tasks import TASKS
     from benchmarks.objectives.one_run import write_short_log
     from benchmarks.provenance import provenance
-    from benchmarks.real_model_accuracy import ExactAccuracy
     from trl_qurl import QuRLGRPOTrainer
     from trl_qurl.lab.demo.chat import build_chat_config
     from trl_qurl.lab.device import keep_freed_memory
@@ -134,8 +133,6 @@ def train(model: str, task_name: str, arm: str, seed: int, rollouts: int, output
         trainer = QuRLGRPOTrainer(
             model=model, reward_funcs=reward, args=config, train_dataset=data, peft_config=adapter
         )
-        if task.text is not None:
-            trainer.add_callback(ExactAccuracy(task, trainer.processing_class, rollouts))
         trainer.train()
         measured = {
             "full_precision": accuracy(task, answer(trainer, task, sampled=True)),

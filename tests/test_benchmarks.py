@@ -15,10 +15,7 @@ import pytest
 import torch
 from conftest import completed
 from safetensors.torch import save_file
-from tiny import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
 
-from benchmarks.chat_tasks import Task
-from benchmarks.real_model_accuracy import ExactAccuracy
 from benchmarks.real_model_design import pooled, runs_needed
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -149,23 +146,6 @@ def test_which_updates_a_16_bit_type_sees(load):
     assert updates(layer, torch.bfloat16, 2**-10) == {"changed": 0, "seen": 0}
     assert updates(layer, torch.float16, 2**-10) == {"changed": 1, "seen": 1}
     assert updates(layer, torch.float16, 2**-13) == {"changed": 0, "seen": 0}
-
-
-def test_the_exact_accuracy_is_the_product_of_probabilities():
-    template = CHAT_TEMPLATE + "{% if add_generation_prompt %}:{% endif %}"
-    model, tokenizer = tiny_model().train(), tiny_tokenizer(chat_template=template)
-    held_out = [([{"role": "user", "content": text}], right) for text, right in (("2 + 3", 5), ("1 + 46 is", 47))]
-    expected = []
-    for [message], right in held_out:
-        ids = tokenizer.encode(f"{message['content']}:{right}") + [tokenizer.eos_token_id]
-        after = model(input_ids=torch.tensor([ids])).logits[0].softmax(-1)  # no padding
-        answer = range(len(message["content"]) + 1, len(ids))  # positions of "5" or "4", "7" and of the end
-        expected.append(math.prod(after[place - 1, ids[place]].item() for place in answer))
-    for questions, probabilities in ((held_out[:1], expected[:1]), (held_out, expected)):
-        task = Task([], questions, float, 8, 1e-5, text=str)
-        [(_, accuracy)] = ExactAccuracy(task, tokenizer, rollouts=1).measure(model).items()
-        assert accuracy == pytest.approx(math.fsum(probabilities) / len(probabilities), rel=1e-4)
-        assert model.training, "the trainer's logging depends on the mode"
 
 
 def test_how_many_runs_a_difference_needs():
