@@ -6,7 +6,9 @@ import pytest
 import torch
 from conftest import needs_vnni
 from tiny import save_tiny
+from transformers import AutoModelForCausalLM
 
+from trl_qurl.quantization.storage import read_tensors
 from trl_qurl.quantization.stream import on_grid
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("colocated")]
@@ -18,16 +20,16 @@ def runs(train, tmp_path_factory):
     directory = tmp_path_factory.mktemp("autocast")
     save_tiny(directory / "model", family="llama", dtype=torch.bfloat16)
     config = {"learning_rate": 1e-6, "bf16": True, "uaq_scale": 1.0, "model_init_kwargs": {"dtype": "float32"}}
-    config |= {"sync_check_interval": 1}
+    config |= {"sync_check_interval": 1, "save_steps": 2, "save_strategy": "steps"}
     changes = {
         "autocast": {},
         "none": {"bf16": False},
         "adapter": {},
     }
-    policy = [directory / "out", "--model", directory / "model", "--config"]
-    given = [[*policy, json.dumps(config | change)] for change in changes.values()]
+    policy = ["--model", directory / "model", "--save", "--config"]
+    given = [[directory / name, *policy, json.dumps(config | change)] for name, change in changes.items()]
     given[-1] += ["--lora", "--lora-targets", "all-linear"]
-    return dict(zip(changes, train(*given), strict=True))
+    return dict(zip(changes, train(*given), strict=True)) | {"directory": directory}
 
 
 def test_updates_that_autocast_rounds_away_do_not_reach_the_engine(runs):
@@ -43,6 +45,16 @@ def test_the_probe_rounds_as_the_sync_did(runs):
 @pytest.mark.parametrize("name", ["none", "adapter"])
 def test_what_computes_with_float32_weights_is_left_alone(name, runs):
     assert runs[name]["on_the_grid_of_bf16"] < 0.2
+
+
+@pytest.mark.parametrize("name, dtype", [("autocast", torch.bfloat16), ("none", torch.float32)])
+def test_a_saved_policy_is_loaded_as_it_was_trained(name, dtype, runs):
+    saved = runs["directory"] / name
+    for path in (saved, saved / "checkpoint-2"):
+        stored, policy = dict(read_tensors(path)), AutoModelForCausalLM.from_pretrained(path)
+        weights = {name: p for name, p in policy.named_parameters() if p.dim() > 1}
+        assert all(stored[name].dtype == torch.float32 for name in weights), "nothing is lost"
+        assert all(torch.equal(p, stored[name].to(dtype)) for name, p in weights.items())
 
 
 def test_only_float32_matrices_are_rounded():

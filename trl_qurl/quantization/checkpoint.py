@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 
 from trl_qurl.quantization.checkpoint_form import NamedTensors
 from trl_qurl.quantization.merging import model_parameters
-from trl_qurl.quantization.plan import Formats, QuantizationPlan, format_name, make_plan
+from trl_qurl.quantization.plan import Formats, QuantizationPlan, make_plan
 from trl_qurl.quantization.storage import check_replaceable, new_directory, write_config, write_tensors
 from trl_qurl.quantization.stream import WeightStream
 
@@ -54,16 +54,12 @@ def write_checkpoint(
     """
     check_quantizer(quantizer)
     plan = make_plan(model, formats, ignore)
-    if not plan.schemes:
-        raise ValueError(f"{formats!r} quantizes nothing: choose a format, or use model.save_pretrained.")
     check_replaceable(output_dir)
     writer = CheckpointWriter(model, tokenizer, plan)
     if quantizer == "llmcompressor":
         writer.write_with_llmcompressor(model_parameters(model), output_dir)
     else:
-        parameters = tqdm(
-            list(model_parameters(model)), f"Rounding to {format_name(plan.formats).upper()}", disable=None
-        )
+        parameters = tqdm(list(model_parameters(model)), "Rounding", disable=None)
         writer.write(WeightStream(model, plan).tensors(parameters), output_dir)
 
 
@@ -86,8 +82,7 @@ def load_model(
 
     trust = {"trust_remote_code": trust_remote_code}
     config = transformers.AutoConfig.from_pretrained(name_or_path, **trust)
-    architecture = (config.architectures or [""])[0]
-    cls = getattr(transformers, architecture, transformers.AutoModelForCausalLM)
+    cls = getattr(transformers, (config.architectures or [""])[0], transformers.AutoModelForCausalLM)
     has_vision = getattr(config, "vision_config", None) is not None
     tokenizer = transformers.AutoProcessor if has_vision else transformers.AutoTokenizer
     model = cls.from_pretrained(name_or_path, dtype="auto", **trust)

@@ -8,8 +8,7 @@ of the layers that read it are multiplied by s_j:
 
 X_j are the inputs of channel j in the trainer's own forward passes, and W_j is column j of all layers that read it.
 Source: SmoothQuant, Eq. 4 (arXiv 2211.10438), with root mean squares instead of maxima, because they need fewer tokens
-to estimate, and α = 0.4 (benchmarks/int8.md compares values). The scales are fitted to a few prompts before the engine
-starts, and to rollouts during training. Unlike update-aware quantization, the policy's own weights do not change.
+to estimate, and α = 0.4 (benchmarks/int8.md compares values). Unlike in UAQ, the policy's own weights do not change.
 """
 
 from collections.abc import Iterator

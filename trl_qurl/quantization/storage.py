@@ -1,7 +1,6 @@
 """Checkpoint directories that are either complete or absent, so readers never see a partial one.
 
-Tensors come from a stream and are written in shards; memory holds one shard at a time. Checkpoints that servers start
-from, and the demo's pretrained policy, are kept between runs in a cache.
+Tensors come from a stream and are written in shards; memory holds one shard at a time. A cache keeps some of them.
 """
 
 import json
@@ -135,6 +134,16 @@ def write_config(model: "PreTrainedModel", directory: Path, quantization: dict |
         contents["quantization_config"] = quantization
     text = json.dumps(contents, indent=2, sort_keys=True, default=str)
     (directory / "config.json").write_text(text + "\n")
+
+
+def set_dtype(directory: Path, dtype: torch.dtype | None) -> None:
+    """Have float32 weights loaded in the type that autocast rounded them to: in training, no pass saw the rest."""
+    path = directory / "config.json"
+    if dtype is not None and path.exists():  # an adapter has none
+        contents = json.loads(path.read_text(encoding="utf-8"))
+        for config in (contents, contents.get("text_config", {})):
+            config["dtype"] = str(dtype).removeprefix("torch.")
+        path.write_text(json.dumps(contents, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def cache_directory() -> Path:

@@ -1,6 +1,5 @@
 """A model's parameters in, the tensors of its quantized checkpoint out, one layer at a time.
 
-This is all the quantization that happens at each training step. It needs no calibration and holds one layer at a time.
 `CheckpointForm` splits and renames parameters, `Smoothing` rescales them, and each layer's format rounds and packs it.
 """
 

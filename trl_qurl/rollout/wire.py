@@ -1,7 +1,6 @@
 """What the trainer and an engine exchange. Neither TRL nor vLLM is imported: both ends need this file.
 
-An engine is vLLM in the trainer's process (`engine/colocated.py`) or behind HTTP (`engine/served.py`). Both load
-weights through `RolloutWorker.load_rollout_weights`, so the same code checks each incoming tensor.
+An engine is vLLM in this process (`engine/colocated.py`) or behind HTTP (`engine/served.py`), with the same worker.
 """
 
 from abc import ABC, abstractmethod

@@ -18,6 +18,7 @@ from trl.trainer.utils import get_config_model_id
 
 from trl_qurl.quantization.formats import SCHEMES
 from trl_qurl.quantization.plan import Formats, format_name, make_plan, read_formats
+from trl_qurl.quantization.storage import set_dtype
 from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.ahead import AheadVLLMGeneration
 from trl_qurl.rollout.backend import QuantizedVLLMGeneration
@@ -167,6 +168,8 @@ class QuantizedEngineMixin(TRLTrainer):
         plugin = self.accelerator.state.fsdp_plugin if self.is_fsdp_enabled else None  # would save no sharded weights
         with substitute(plugin, "state_dict_type", "FULL_STATE_DICT") if plugin else nullcontext():
             super().save_model(output_dir, _internal_call)
+        if self.args.should_save:
+            set_dtype(Path(output_dir or self.args.output_dir), self.vllm_generation.weights.grid)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write TRL's model card, with a section about the rollouts."""

@@ -45,11 +45,7 @@ def add_rollouts(algorithm: str, args: Any, generation: Any) -> None:
 
 
 def quantized_card(
-    name: str,
-    plan: QuantizationPlan,
-    full_precision: str | None,
-    base_model: str | None,
-    adapter_rank: int = 0,
+    name: str, plan: QuantizationPlan, full_precision: str | None, base_model: str | None, adapter_rank: int = 0
 ) -> ModelCard:
     """Return the card of a quantized checkpoint, with a link to the policy, or its base, on the Hub if it is there."""
     data = ModelCardData(

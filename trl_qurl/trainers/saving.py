@@ -23,7 +23,7 @@ from trl.trainer.utils import RepeatSampler
 
 from trl_qurl.quantization.checkpoint import CheckpointWriter
 from trl_qurl.quantization.checkpoint_form import plain_model
-from trl_qurl.quantization.storage import check_replaceable
+from trl_qurl.quantization.storage import check_replaceable, set_dtype
 from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.adapter import adapter_rank, adapter_tensors, engine_rank, write_adapter
 from trl_qurl.rollout.backend import QuantizedVLLMGeneration
@@ -69,6 +69,7 @@ def write_quantized(
         if adapter is not None:
             write_adapter(model, adapter, tmp / ADAPTER_DIRECTORY)
         card(rank).save(tmp / "README.md")
+        set_dtype(tmp, generation.weights.grid)
 
     with smoothing.pause() if smoothing else nullcontext():
         main_process_only(lambda: writer.write(tensors, path, write_beside), parameters)

@@ -1,7 +1,4 @@
-"""From log-probabilities to the inputs of TRL's loss, and metrics of an update, for all trainers of groups.
-
-`B` sequences, `T` completion tokens.
-"""
+"""From log-probabilities (B, T) to the inputs of TRL's loss, and metrics of an update, for all trainers of groups."""
 
 import math
 from collections.abc import Callable, Mapping
