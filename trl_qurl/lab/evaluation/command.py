@@ -73,6 +73,8 @@ def run(args: argparse.Namespace) -> int:
     output_dir = args.output_dir or Path(f"eval-{Path(args.model).name}")
     keep_settings(settings, output_dir)
     sixteen_bit, dtype = full_precision()
+    if "quantization_config" in json.loads(Path(directory, "config.json").read_text(encoding="utf-8")):
+        sixteen_bit = "as stored"
     answers, arguments = {}, {"dtype": dtype, **args.engine_kwargs}
     for name, form in formats.items():
         label, checkpoint = sixteen_bit, directory
