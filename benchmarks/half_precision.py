@@ -37,23 +37,21 @@ def updates(model: torch.nn.Module, dtype: torch.dtype, step: float) -> dict[str
     return {"changed": changed / count, "seen": seen / count}
 
 
+@torch.no_grad()
 def mismatch(lab: Lab, dtype: torch.dtype) -> dict[str, float]:
     """The divergences between the exact distributions, those of a pass, and those of a copy."""
-    model, exact = lab.model, lab.exact
-    with torch.autocast("cpu", dtype):
-        seen = lab.logps().float()
-    lab.model = copy.deepcopy(model).to(dtype)
-    copied = lab.logps().float()
-    lab.model = model
-
-    def kl(p: torch.Tensor, q: torch.Tensor) -> float:
-        return float((p.exp() * (p - q)).sum(-1).mean())
-
-    return {
-        "pass from exact": kl(exact, seen),
-        "copy from exact": kl(exact, copied),
-        "pass from copy": kl(copied, seen),
-    }
+    copied = copy.deepcopy(lab.model).to(dtype)
+    sums = {"pass from exact": 0.0, "copy from exact": 0.0, "pass from copy": 0.0}
+    for prompt, answer in zip(lab.prompts, lab.answers, strict=True):  # one at a time: a vocabulary may be large
+        place = slice(len(prompt) - 1, -1)
+        exact = lab.model(answer).logits[0, place].log_softmax(-1)
+        with torch.autocast("cpu", dtype):
+            seen = lab.model(answer).logits[0, place].float().log_softmax(-1)
+        other = copied(answer).logits[0, place].float().log_softmax(-1)
+        for name, (p, q) in zip(sums, ((exact, seen), (exact, other), (other, seen)), strict=True):
+            sums[name] += float((p.exp() * (p - q)).sum())
+    tokens = sum(answer.shape[1] - len(prompt) for prompt, answer in zip(lab.prompts, lab.answers, strict=True))
+    return {name: total / tokens for name, total in sums.items()}
 
 
 def main() -> int:

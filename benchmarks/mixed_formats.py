@@ -8,6 +8,7 @@ distributions after each token, from forward passes that round, so formats are c
 
 import argparse
 import sys
+from functools import cached_property
 from itertools import chain, product
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from trl_qurl.quantization.stream import WeightStream
 
 
 class Lab:
-    """One model, its answers, and the exact distributions after their tokens."""
+    """One model and its answers."""
 
     def __init__(self, directory: str) -> None:
         model, tokenizer = load_model(directory)
@@ -35,7 +36,11 @@ class Lab:
         torch.manual_seed(0)
         sampling = {"do_sample": True, "top_k": 0, "top_p": 1.0, "temperature": 1.0, "max_new_tokens": 64}
         self.answers = [self.model.generate(torch.tensor([prompt]), **sampling) for prompt in self.prompts]
-        self.exact = self.logps()
+
+    @cached_property
+    def exact(self) -> torch.Tensor:
+        """The exact log-probabilities, (T, V)."""
+        return self.logps()
 
     @torch.inference_mode()
     def logps(self) -> torch.Tensor:

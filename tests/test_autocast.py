@@ -1,15 +1,18 @@
 """What autocast makes of the weights is what is quantized: engine and trainer have the same policy."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import needs_vnni
-from tiny import save_tiny
+from peft import LoraConfig, get_peft_model
+from tiny import save_tiny, tiny_model
 from transformers import AutoModelForCausalLM
 
 from trl_qurl.quantization.storage import read_tensors
 from trl_qurl.quantization.stream import on_grid
+from trl_qurl.rollout.preparation import RolloutSettings, prepare_weights
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("colocated")]
 
@@ -62,3 +65,14 @@ def test_only_float32_matrices_are_rounded():
     assert on_grid(matrix, torch.bfloat16).item() == 1.0 and on_grid(matrix, torch.bfloat16).dtype == torch.float32
     assert on_grid(bias, torch.bfloat16) is bias and on_grid(matrix, None) is matrix
     assert on_grid(matrix.half(), torch.bfloat16).dtype == torch.float16
+
+
+def test_the_base_of_an_adapter_is_what_autocast_computes_with():
+    """A server that starts from the saved policy then has the same base."""
+    adapted = get_peft_model(tiny_model("llama"), LoraConfig(r=2))
+    before = {name: p.clone() for name, p in adapted.named_parameters()}
+    rollout = RolloutSettings("int8", ("lm_head",), True, "auto", False, False, None, {}, 0, 16, 1.0)
+    prepare_weights(adapted, rollout, SimpleNamespace(mixed_precision="bf16"), list)
+    for name, p in adapted.named_parameters():
+        rounds = not p.requires_grad and p.dim() > 1
+        assert p.dtype == torch.float32 and torch.equal(p, on_grid(before[name], torch.bfloat16 if rounds else None))

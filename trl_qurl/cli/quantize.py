@@ -26,9 +26,7 @@ def run(args: argparse.Namespace) -> int:
     if not schemes_of(formats):
         raise ValueError(f"--scheme {args.scheme} quantizes nothing: choose a format.")
     check_replaceable(args.output_dir)
-    label = format_name(formats).upper()
-    print(f"Loading {args.model}", flush=True)
     model, tokenizer = load_model(args.model, args.trust_remote_code)
     write_checkpoint(model, tokenizer, formats, args.output_dir, ignore=tuple(args.ignore))
-    print(f"{label} checkpoint written to {args.output_dir}")
+    print(f"{format_name(formats).upper()} checkpoint written to {args.output_dir}")
     return 0

@@ -42,7 +42,7 @@ def keep_freed_memory() -> None:
 def full_precision() -> tuple[str, str]:
     """Return the display name of this machine's 16-bit format, and its name in vLLM and torch.
 
-    We do not leave the choice to vLLM: for float32 weights, which training saves, it would choose FP16.
+    We do not leave the choice to vLLM: for float32 weights it would choose FP16.
     """
     import torch
 

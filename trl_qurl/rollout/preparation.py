@@ -1,8 +1,4 @@
-"""The settings of rollouts, and what follows from them before an engine starts.
-
-Which layers are quantized, how their activations are smoothed, and which way weights are sent: as a stream, as the
-files of a checkpoint, or as an adapter alone.
-"""
+"""The settings of rollouts, and what follows from them before an engine starts."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +13,7 @@ from trl.distributed import DistributedBackend
 from trl_qurl.quantization.checkpoint_form import plain_model
 from trl_qurl.quantization.plan import Formats, make_plan
 from trl_qurl.quantization.smoothing import can_smooth
-from trl_qurl.quantization.stream import WeightStream
+from trl_qurl.quantization.stream import WeightStream, on_grid
 
 logger = get_logger(__name__)  # of the main process
 
@@ -55,8 +51,11 @@ def prepare_weights(
     if smooths is None:  # smooth where supported, unless an adapter may be sent alone
         smooths = can_smooth(model) and not (rollout.is_served and is_peft_model(model))
     weights = WeightStream(model, make_plan(model, rollout.formats, rollout.ignore), smooths)
-    if not is_peft_model(model):  # an adapter is not rounded with its base
-        weights.grid = AUTOCAST.get(accelerator.mixed_precision)
+    grid, is_adapted = AUTOCAST.get(accelerator.mixed_precision), is_peft_model(model)
+    weights.grid = None if is_adapted else grid
+    for parameter in model.parameters() if is_adapted else ():
+        if not parameter.requires_grad:  # autocast rounds a base, but not together with its adapter
+            parameter.data = on_grid(parameter.data, grid)
     if weights.smoothing is None:
         return weights
     # FSDP and DeepSpeed leave the model on the host for now, where one core would take minutes for these passes.
