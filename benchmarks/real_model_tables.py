@@ -16,6 +16,7 @@ from benchmarks.real_model import ARMS, RESULTS, RETIRED
 from trl_qurl.lab.runs import Run
 
 CONTRASTS = [
+    ("bf16_again", "bf16"),  # what seeds alone do
     *((arm, "bf16") for arm in ("int8_plain_naive", "int8_plain_acr", "int8_naive", "int8_acr")),
     ("int8_plain_quantized_ratio", "int8_plain_naive"),
     ("int8_plain_tis", "int8_plain_naive"),
