@@ -24,11 +24,7 @@ def runs(train, tmp_path_factory):
     save_tiny(directory / "model", family="llama", dtype=torch.bfloat16)
     config = {"learning_rate": 1e-6, "bf16": True, "uaq_scale": 1.0, "model_init_kwargs": {"dtype": "float32"}}
     config |= {"sync_check_interval": 1, "save_steps": 2, "save_strategy": "steps"}
-    changes = {
-        "autocast": {},
-        "none": {"bf16": False},
-        "adapter": {},
-    }
+    changes = {"autocast": {}, "none": {"bf16": False}, "adapter": {}}
     policy = ["--model", directory / "model", "--save", "--config"]
     given = [[directory / name, *policy, json.dumps(config | change)] for name, change in changes.items()]
     given[-1] += ["--lora", "--lora-targets", "all-linear"]

@@ -333,8 +333,10 @@ def test_formats_in_another_order_and_one_pattern_to_ignore_are_as_asked(trainer
     first, second = {"re:.*layers.0.": "w4a16"}, {"re:.*down_proj": "int8"}
     trainer.args.rollout_quantization = first | second
     trainer.vllm_generation.weights = stream_of(trainer.model, first | second)
+    trainer.vllm_generation.weights.grid = torch.bfloat16
     layer = "model.layers.0.mlp.down_proj"
     directory = trainer.save_quantized(f"{trainer.args.output_dir}-order", second | first)
+    assert json.loads((directory / "config.json").read_text())["dtype"] == "bfloat16", "as it was trained"
     assert weights_of(directory)[f"{layer}.weight"].dtype == torch.int8
     directory = trainer.save_quantized(f"{trainer.args.output_dir}-kept", "int8", ignore="re:.*(down_proj|lm_head)")
     assert f"{layer}.weight_scale" not in weights_of(directory)

@@ -142,7 +142,7 @@ def set_dtype(directory: Path, dtype: torch.dtype | None) -> None:
     if dtype is not None and path.exists():  # an adapter has none
         contents = json.loads(path.read_text(encoding="utf-8"))
         for config in (contents, contents.get("text_config") or {}):
-            if config.get("dtype") == "float32":
+            if config.get("dtype") in ("float32", None):
                 config["dtype"] = str(dtype).removeprefix("torch.")
         (tmp := path.with_suffix(".tmp")).write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
         tmp.replace(path)
