@@ -15,13 +15,7 @@ from trl_qurl.quantization import SCHEMES, make_plan
 from trl_qurl.quantization.checkpoint import CheckpointWriter
 from trl_qurl.quantization.fake_quantization import check_unrounded, quantized_forward, round_base
 from trl_qurl.quantization.storage import CACHE_VARIABLE, read_tensors
-from trl_qurl.rollout.adapter import (
-    adapter_obstacle,
-    adapter_rank,
-    adapter_tensors,
-    engine_rank,
-    write_adapter,
-)
+from trl_qurl.rollout.adapter import adapter_obstacle, adapter_rank, adapter_tensors, engine_rank, write_adapter
 from trl_qurl.rollout.checks.tensors import base_digests
 from trl_qurl.rollout.directory import CheckpointFolder
 from trl_qurl.rollout.engine.launch import starting_checkpoint

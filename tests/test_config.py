@@ -137,10 +137,7 @@ REFUSED = [
     ({"max_steps": 2.5}, r"max_steps is 2\.5, but must be a whole number\."),
     ({"importance_cap": True}, r"importance_cap is True, but must be a number or None\."),
     ({"num_generations": 0}, r"num_generations is 0, but must be 1 or more\."),
-    (
-        {"vllm_gpu_memory_utilization": 30},
-        r"vllm_gpu_memory_utilization is 30, but must be a share of the GPU",
-    ),
+    ({"vllm_gpu_memory_utilization": 30}, r"vllm_gpu_memory_utilization is 30, but must be a share of the GPU"),
     ({"quantization_ignore": ["lm_head", "re:(["]}, r"quantization_ignore has 're:\(\[', which is not a regular exp"),
     ({"uaq_scale": -1.5}, r"uaq_scale is -1\.5, .* 1\.0 turns UAQ off"),
     ({"uaq_scale": float("inf")}, r"uaq_scale is inf, .* 1\.0 turns UAQ off"),

@@ -14,12 +14,7 @@ from support.training import metrics_by_step
 
 from trl_qurl import QuRLGRPOConfig, QuRLPPOConfig
 from trl_qurl.trainers.arguments import check_arguments
-from trl_qurl.trainers.dynamic_sampling import (
-    PromptStream,
-    informative,
-    prompt_digest,
-    weighted_sum,
-)
+from trl_qurl.trainers.dynamic_sampling import PromptStream, informative, prompt_digest, weighted_sum
 
 NAN = math.nan
 GROUP_SIZE = 3
@@ -210,13 +205,7 @@ def test_settings_that_make_no_sense_are_refused(tmp_path):
         QuRLPPOConfig(tmp_path, bf16=False, dynamic_sampling=True)
 
 
-CONFIG = {
-    "dynamic_sampling": True,
-    "max_steps": 6,
-    "save_strategy": "steps",
-    "save_steps": 2,
-    "log_completions": True,
-}
+CONFIG = {"dynamic_sampling": True, "max_steps": 6, "save_strategy": "steps", "save_steps": 2, "log_completions": True}
 
 
 @pytest.mark.vllm

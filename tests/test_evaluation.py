@@ -157,9 +157,11 @@ def test_formats_by_pattern_have_answers_of_their_own(tmp_path, monkeypatch, cap
     command = ["eval", str(tmp_path / "model"), "--tasks", str(tmp_path / "sums.jsonl"), "--output-dir", str(tmp_path)]
     for formats in ("none,int8", '{"re:.*q_proj": "none", "re:.*down_proj": "int8"}', '{"re:.*down_proj": "int8"}'):
         assert cli.main([*command, "--scheme", formats]) == 0, capsys.readouterr().err
+    [first, *_] = sorted(path for path in tmp_path.glob("model-int8-*") if path.is_dir())
+    assert cli.main(["eval", str(first), *command[2:4], "--output-dir", str(tmp_path / "stored")]) == 0
     labels, names = zip(*asked, strict=True)
-    assert labels == ("BF16", "INT8", "INT8", "INT8") and names[:2] == ("none.jsonl", "int8.jsonl")
-    assert len({*names}) == 4 and all(name.startswith("model-int8-") for name in names[2:])
+    assert labels == ("BF16", "INT8", "INT8", "INT8", "as stored") and names[:2] == ("none.jsonl", "int8.jsonl")
+    assert len({*names}) == 4 and all(name.startswith("model-int8-") for name in names[2:4])
 
 
 # Figures -------------------------------------------------------------------------------------------------------------

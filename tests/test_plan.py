@@ -65,10 +65,7 @@ REFUSED = {
     "fused": ({"re:.*q_proj": "fp8"} | EIGHT, "self_attn.q_proj is in fp8"),
     "fused with 16 bits": ({"re:.*up_proj": "none"} | EIGHT, "mlp.up_proj into one layer, but "),
     "tied head": ({"lm_head": "int8"}, "'lm_head', which matches no layer"),
-    "head": (
-        {"re:.*lm_head": "fp8_block"} | EIGHT,
-        "fp8_block cannot quantize 1 of the 15 layers, first",
-    ),
+    "head": ({"re:.*lm_head": "fp8_block"} | EIGHT, "fp8_block cannot quantize 1 of the 15 layers, first"),
     "nothing": ({"*": "none"}, "rollout_quantization is {'*': 'none'}: write 'none', one of int8"),
     "twice": ('{"*": "int8", "*": "fp8"}', "a pattern is there twice"),
     "a number": ({1: "int8"}, "rollout_quantization has the pattern 1, which is not text: write it in quotes"),

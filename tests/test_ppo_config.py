@@ -67,10 +67,7 @@ def test_trl_itself_refuses_one_generation(tmp_path):
         ({"value_clip_range": 0.0}, "or None for no clipping"),
         ({"scale_rewards": "group"}, "scale_rewards is 'group', but with a critic must be one of 'none', False"),
         ({"scale_rewards": "batch"}, "scale_rewards is 'batch'"),
-        (
-            {"multi_objective_aggregation": "normalize_then_sum"},
-            "a critic must be one of 'sum_then_normalize'",
-        ),
+        ({"multi_objective_aggregation": "normalize_then_sum"}, "a critic must be one of 'sum_then_normalize'"),
     ],
 )
 def test_refusals_name_the_setting_and_the_way_out(tmp_path, settings, message):
