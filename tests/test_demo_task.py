@@ -81,7 +81,7 @@ def test_warm_start_is_cached_and_not_trained_again(tmp_path, monkeypatch, capsy
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in place.iterdir()}
     monkeypatch.setattr(warm_start, "train_warm_start", None)
     assert warm_start.cached_warm_start(TINY, tmp_path) == place
-    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == [place.name]
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == [place.parent.name]
     assert warm_start.fingerprint(TINY) != warm_start.fingerprint(replace(TINY, seed=1))
     monkeypatch.undo()
     with pytest.raises(ValueError, match="max_updates=2, below target=0.9"):

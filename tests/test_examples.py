@@ -13,6 +13,8 @@ from documents import ROOT, blocks
 from tiny import ENGINE, save_tiny
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
+from trl_qurl.quantization.storage import read_tensors
+
 pytestmark = pytest.mark.vllm
 
 BIN = Path(sys.executable).parent
@@ -55,10 +57,10 @@ def run(command, settings, directory):
 def assert_trained(directory, start, steps):
     state = json.loads((directory / "policy" / f"checkpoint-{steps}" / "trainer_state.json").read_text())
     assert state["global_step"] == steps
-    policy = AutoModelForCausalLM.from_pretrained(directory / "policy")
+    policy = AutoModelForCausalLM.from_pretrained(directory / "policy", dtype="float32")
     assert policy.config.uaq_scale == 1.5
     # It is the full-precision policy that is saved, and with UAQ it is still the function it was.
-    assert {parameter.dtype for parameter in policy.parameters()} == {torch.float32}
+    assert {tensor.dtype for _, tensor in read_tensors(directory / "policy")} == {torch.float32}
     tokens = AutoTokenizer.from_pretrained(directory / "policy")("Half of 48?", return_tensors="pt")
     with torch.no_grad():
         expected = AutoModelForCausalLM.from_pretrained(start)(**tokens).logits

@@ -39,12 +39,6 @@ def test_a_failure_ends_with_what_was_printed_last(tmp_path):
     assert message.endswith("line 98\n50%\nno model") and "line 70" not in message
 
 
-def test_a_line_is_told_once(tmp_path):
-    told, code = [], "import time; print('once', flush=True); time.sleep(1)"
-    run_child([sys.executable, "-c", code], tmp_path / "log", told.append, every=0.05)
-    assert told.count("once") == 1
-
-
 def test_a_program_that_does_not_exist(tmp_path):
     with pytest.raises(ChildProcessError, match="Cannot start no-such-program: No such file"):
         run_child(["no-such-program"], tmp_path / "log")

@@ -7,6 +7,7 @@ on (`critics.py`); what splits the model, gathers it and writes it is transforme
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from child import print_record
@@ -36,6 +37,7 @@ def main(directory: Path, state_dict_type: str) -> None:
     trainer = SavingTrainer(tiny_model(), args, train_dataset=data, processing_class=tiny_tokenizer())
     turn_on_fsdp2()
     trainer.is_fsdp_enabled = True
+    trainer.vllm_generation = SimpleNamespace(weights=SimpleNamespace(grid=torch.bfloat16))
     trainer.train()
     trainer.save_model(str(directory / "policy"))
     weights = trainer.accelerator.get_state_dict(trainer.model)

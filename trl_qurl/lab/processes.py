@@ -68,8 +68,8 @@ def run_child(
 ) -> None:
     """Run a command to completion in a separate process group; its output replaces the contents of `log`.
 
-    While it runs, `meanwhile` is called with the last output line every so many seconds, if it is new. If the command
-    fails, raises `ChildFailure` with its last output lines.
+    While it runs, `meanwhile` is called with the last output line, once per `every` seconds. If the command fails,
+    raises `ChildFailure` with its last output lines.
     """
     words = [os.fspath(word) for word in command]
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -81,14 +81,12 @@ def run_child(
         process = subprocess.Popen(
             wrapped, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=variables, start_new_session=True
         )
-    told = ""
     try:
         while True:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(every)
                 break
-            if (line := last_lines(log, 1)) != told:
-                meanwhile(told := line)
+            meanwhile(last_lines(log, 1))
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGTERM)
