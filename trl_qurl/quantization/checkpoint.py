@@ -54,6 +54,8 @@ def write_checkpoint(
     """
     check_quantizer(quantizer)
     plan = make_plan(model, formats, ignore)
+    if not plan.schemes:
+        raise ValueError(f"{formats!r} quantizes nothing: choose a format, or use model.save_pretrained.")
     check_replaceable(output_dir)
     writer = CheckpointWriter(model, tokenizer, plan)
     if quantizer == "llmcompressor":

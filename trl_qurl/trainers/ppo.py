@@ -18,7 +18,6 @@ from trl_qurl.advantages import (
     whiten,
 )
 from trl_qurl.config import QuRLPPOConfig
-from trl_qurl.quantization.storage import set_dtype
 from trl_qurl.trainers.critic import CRITIC_DIRECTORY, Critic, load_critic_model
 from trl_qurl.trainers.dynamic_sampling import weighted_sum
 from trl_qurl.trainers.grpo import QuRLGRPOTrainer
@@ -167,8 +166,6 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
         """Save the policy as a transformers model, and the critic in its subdirectory `critic/`."""
         self.critic.save_pretrained(Path(output_dir or self.args.output_dir) / CRITIC_DIRECTORY, self._tokenizer)
         super().save_model(output_dir, _internal_call)
-        if self.args.should_save:
-            set_dtype(Path(output_dir or self.args.output_dir) / CRITIC_DIRECTORY, self.vllm_generation.weights.grid)
 
 
 class CriticWarmupCallback(TrainerCallback):
