@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import requests
 from conftest import FORGET_OURS, Server, completed
-from tiny import save_tiny, tiny_model
+from tiny import save_remote_code_model, save_tiny, tiny_model
 from tiny_vision import tiny_vision_model
 
 from trl_qurl import cli
@@ -83,10 +83,10 @@ def test_servers_that_start_at_once_quantize_once(model, monkeypatch):
     ],
     ids=["CUDA build", "CPU build"],
 )
-def test_the_command_fits_the_build_of_vllm(found, start, monkeypatch):
+def test_the_command_fits_the_build_of_vllm(found, start, cpu, monkeypatch):
     monkeypatch.setattr("importlib.metadata.distributions", lambda name: found if name == "vllm" else [])
-    command = " ".join(launch.server_command("MODEL", "127.0.0.1", 8000, ["--max-model-len", "64"]))
-    assert start in command
+    command = " ".join(launch.server_command(str(cpu), "127.0.0.1", 8000, ["--max-model-len", "64"]))
+    assert start.replace("MODEL", str(cpu)) in command
     assert "--host 127.0.0.1 --port 8000" in command
     assert "--logprobs-mode processed_logprobs --max-logprobs -1" in command
     assert "--worker-extension-cls trl_qurl.rollout.engine.worker.RolloutWorker" in command
@@ -102,6 +102,7 @@ def test_pictures_are_taken_where_the_model_sees(tmp_path):
 @pytest.fixture
 def gpu(monkeypatch, tmp_path):
     """A GPU with 16 GiB, and a checkpoint of half a GiB."""
+    tiny_model().config.save_pretrained(tmp_path)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: SimpleNamespace(total_memory=16 * 2**30))
     with (tmp_path / "model.safetensors").open("wb") as file:
@@ -140,9 +141,15 @@ def cpu(monkeypatch, tmp_path):
 
 
 def test_a_cpu_takes_memory_that_is_free(cpu, monkeypatch):
-    command = launch.server_command(str(cpu), "127.0.0.1", 8000, [])
-    # Half of 12 GB less weights and 1 GiB for the process.
-    assert command[command.index("--kv-cache-memory-bytes") + 1] == str((11 * 10**9 - 2**30) // 2)
+    each, half = cache_of_a_token(), (11 * 10**9 - 2**30) // 2  # of 12 GB less weights and 1 GiB for the process
+    for given, needed in (
+        ("--max-model-len=8192", 128 * 8192 * each),  # vLLM's own number of sequences
+        ("--max-model-len 1000 --max-num-seqs 400", 400 * 1024 * each),  # in blocks of 128 tokens
+        ("--max-num-seqs=10000000", half),
+        ("--max-model-len 8k", hardware.MIN_CACHE),  # what the model allows
+    ):
+        command = launch.server_command(str(cpu), "127.0.0.1", 8000, given.split())
+        assert command[command.index("--kv-cache-memory-bytes") + 1] == str(needed), given
     for given in (
         ["--gpu-memory-utilization", "0.4"],
         ["--gpu_memory_utilization=0.4"],
@@ -156,15 +163,27 @@ def test_a_cpu_takes_memory_that_is_free(cpu, monkeypatch):
     assert "--kv-cache-memory-bytes" not in launch.server_command(str(cpu), "127.0.0.1", 8000, [])
 
 
-def test_a_cpu_keeps_only_what_a_rollout_needs(cpu):
+def cache_of_a_token():
     config = tiny_model().config
-    each = config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
+    return config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
+
+
+def test_the_cache_of_a_model_with_its_own_code(tmp_path, cpu):
+    directory = save_remote_code_model(tmp_path / "own")
+    for given in ({"trust_remote_code": True}, {"trust_remote_code": ""}):  # as on a command line
+        assert hardware.cpu_cache_arguments(directory, given, 1, 1) == {"kv_cache_memory_bytes": hardware.MIN_CACHE}
+    with pytest.raises(ValueError, match="trust_remote_code=True"):
+        hardware.cpu_cache_arguments(directory, {"trust_remote_code": False}, 1, 1)
+
+
+def test_a_cpu_keeps_only_what_a_rollout_needs(cpu):
+    each = cache_of_a_token()
     load = {"sequences": 1024, "length": 200}  # two blocks of 128 tokens each
-    arguments = hardware.cpu_cache_arguments(str(cpu), {"max_model_len": 512}, 0.3, **load)
+    arguments = hardware.cpu_cache_arguments(str(cpu), {"max_model_len": 512}, **load)
     assert arguments == {"kv_cache_memory_bytes": 1024 * 256 * each}
-    few = hardware.cpu_cache_arguments(str(cpu), {"max_model_len": 2**20}, 0.3, sequences=1, length=200)
+    few = hardware.cpu_cache_arguments(str(cpu), {"max_model_len": 2**20}, sequences=1, length=200)
     assert few == {"kv_cache_memory_bytes": 2**20 * each}, "vLLM wants room for one whole context"
-    many = hardware.cpu_cache_arguments(str(cpu), {"max_model_len": 512}, 0.3, sequences=10**6, length=512)
+    many = hardware.cpu_cache_arguments(str(cpu), {"max_model_len": 512}, 10**6, 512, share=0.3)
     assert many == {"kv_cache_memory_bytes": int(0.3 * (11 * 10**9 - 2**30))}, "the share is the limit"
 
 
@@ -211,8 +230,8 @@ def test_a_model_alone_is_enough(model, monkeypatch):
     assert str(model) in commands[0]
 
 
-def test_what_a_user_sets_is_not_set_again():
-    command = launch.server_command("MODEL", "127.0.0.1", 8000, ["--max-logprobs=40"])
+def test_what_a_user_sets_is_not_set_again(cpu):
+    command = launch.server_command(str(cpu), "127.0.0.1", 8000, ["--max-logprobs=40"])
     assert [part for part in command if part.startswith("--max-logprobs")] == ["--max-logprobs=40"]
 
 

@@ -67,8 +67,9 @@ def transformers_backend(out: Path) -> dict[str, Any]:
 def remote_code(out: Path) -> dict[str, Any]:
     """A model with classes in its checkpoint, and the quantized checkpoint after training."""
     model = save_remote_code_model(out / "own")
-    given = {"processing_class": None}
-    trainer = run(out, model=model, given=given, trust_remote_code=True, model_init_kwargs={"dtype": "float32"})
+    given, kwargs = {"processing_class": None}, {"enforce_eager": True}  # the size of the cache is ours
+    settings = {"trust_remote_code": True, "model_init_kwargs": {"dtype": "float32"}, "vllm_engine_kwargs": kwargs}
+    trainer = run(out, model=model, given=given, **settings)
     trainer.save_quantized(str(out / "quantized"))
     return seen(trainer) | {"files": sorted(path.name for path in (out / "quantized").glob("*.py"))}
 

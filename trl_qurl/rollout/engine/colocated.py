@@ -109,9 +109,9 @@ def build_engine(cls: type, start: Path | None, engine_kwargs: dict[str, Any], l
     if start is not None:
         trl_kwargs["model"] = str(start)
     if trl_kwargs.get("gpu_memory_utilization") == TRL_MEMORY_SHARE:  # the user has chosen nothing
-        given = {"max_model_len": trl_kwargs["max_model_len"]} | engine_kwargs
+        given = {name: trl_kwargs[name] for name in ("max_model_len", "trust_remote_code")} | engine_kwargs
         load = trl_kwargs["max_num_seqs"], PROMPT + length
-        trl_kwargs |= hardware.cpu_cache_arguments(trl_kwargs["model"], given, TRL_MEMORY_SHARE, *load)
+        trl_kwargs |= hardware.cpu_cache_arguments(trl_kwargs["model"], given, *load, TRL_MEMORY_SHARE)
     # TRL's seed is the engine's number alone; far apart, no two engines of neighboring seeds share their noise.
     seed = engine_kwargs["seed"] + 10_000 * trl_kwargs["seed"]
     return cls(**trl_kwargs | engine_kwargs | {"seed": seed}, worker_extension_cls=wire.WORKER_EXTENSION)

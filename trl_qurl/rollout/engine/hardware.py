@@ -128,14 +128,13 @@ def transformers_backend(architectures: Collection[str], arguments: Mapping[str,
 
 
 def cpu_cache_arguments(
-    checkpoint: str, arguments: Mapping[str, Any], share: float = 0.5, sequences: int = 0, length: int = 0
+    checkpoint: str, arguments: Mapping[str, Any], sequences: int, length: int, share: float = 0.5
 ) -> dict[str, int]:
     """Return the arguments with which an engine of this checkpoint starts in the memory that is free, on a CPU.
 
-    By default, vLLM's CPU build plans with 92 % of the machine's memory, and does not start if less is free. Keys and
-    values get what this many `sequences` of this `length` in tokens need, but at most a `share` of the memory that is
-    left after the weights and the engine itself, which is also the default. The result is empty on a GPU, or if the
-    engine's other `arguments` name a size. Raises `ValueError` if too little memory is free.
+    By default, vLLM's CPU build plans with 92 % of the machine's memory, and does not start if less is free. Instead,
+    its cache gets what `sequences` of `length` tokens need, but at most a `share` of what weights and engine leave.
+    Empty on a GPU, or if `arguments` name a size. Raises `ValueError` if too little memory is free.
     """
     is_chosen = not {"gpu_memory_utilization", "kv_cache_memory_bytes"}.isdisjoint(arguments)
     if torch.cuda.is_available() or is_chosen or os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
@@ -148,16 +147,17 @@ def cpu_cache_arguments(
             f"weights and about {(ENGINE_BYTES + MIN_CACHE / share) / 1e9:.1f} GB for the rest. Stop other processes, "
             "or use a smaller model."
         )
-    needed = cache_bytes(checkpoint, arguments.get("max_model_len"), sequences, length) if sequences else cache
-    return {"kv_cache_memory_bytes": min(cache, max(MIN_CACHE, needed))}
+    return {"kv_cache_memory_bytes": min(cache, max(MIN_CACHE, cache_bytes(checkpoint, arguments, sequences, length)))}
 
 
-def cache_bytes(checkpoint: str, context: int | None, sequences: int, length: int) -> int:
+def cache_bytes(checkpoint: str, arguments: Mapping[str, Any], sequences: int, length: int) -> int:
     """Return the size of the keys and values of sequences in 16 bits, and at least of one that fills the context."""
     from transformers import AutoConfig
 
-    text = AutoConfig.from_pretrained(checkpoint).get_text_config()
-    context = int(context or text.max_position_embeddings)
+    trust = arguments.get("trust_remote_code", False) is not False  # on a command line, it has no value
+    text = AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust).get_text_config()
+    given = str(arguments.get("max_model_len"))
+    context = int(given) if given.isdecimal() else text.max_position_embeddings  # vLLM also takes "auto" and "8k"
     blocks = max(-(-context // BLOCK), sequences * -(-min(context, length) // BLOCK))
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads

