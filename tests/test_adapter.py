@@ -158,7 +158,7 @@ def test_adapters_are_sent_where_they_can_be(given, takes, reason):
 
 
 def test_an_adapter_that_cannot_be_sent_is_refused_on_request():
-    message = r"'adapter' is not possible: vLLM does not support DoRA\. Or set .*'auto'"
+    message = r"alone \(weight_sync='adapter', round_base=True\) is not possible: vLLM does not support DoRA\. Without"
     with pytest.raises(ValueError, match=message):  # test_errors.py has refusals that depend on the server
         choose_adapter("adapter", "vLLM does not support DoRA", 0, None)
 
@@ -208,7 +208,7 @@ def test_the_quantized_forward_does_not_round_a_rounded_weight(scheme):
     plan = make_plan(model, scheme.name)
     round_base(model, plan, torch.bfloat16)
     layer, inputs = model.model.layers[0].mlp.up_proj, torch.randn(1, 3, 128)
-    with quantized_forward(model, plan):
+    with quantized_forward(model, plan, is_rounded=True):
         output = layer(inputs)
     torch.testing.assert_close(output, scheme.quantize_activations(inputs) @ layer.weight.t(), rtol=0, atol=0)
 

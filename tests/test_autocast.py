@@ -7,12 +7,15 @@ import pytest
 import torch
 from conftest import needs_vnni
 from peft import LoraConfig, get_peft_model
-from tiny import save_tiny, tiny_model
+from tiny import save_tiny, stream_of, tiny_model
 from transformers import AutoModelForCausalLM
 
+from trl_qurl.quantization import SCHEMES
+from trl_qurl.quantization.merging import model_parameters, on_grid
 from trl_qurl.quantization.storage import read_tensors
-from trl_qurl.quantization.stream import on_grid
+from trl_qurl.rollout.checks.probe import run_probe
 from trl_qurl.rollout.preparation import RolloutSettings, prepare_weights
+from trl_qurl.rollout.wire import Continuation
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("colocated")]
 
@@ -65,10 +68,24 @@ def test_only_float32_matrices_are_rounded():
 
 def test_the_base_of_an_adapter_is_what_autocast_computes_with():
     """A server that starts from the saved policy then has the same base."""
-    adapted = get_peft_model(tiny_model("llama"), LoraConfig(r=2))
+    adapted = get_peft_model(tiny_model("llama"), LoraConfig(r=2, modules_to_save=["down_proj"]))
+    adapted.add_adapter("not used", LoraConfig(r=2))
     before = {name: p.clone() for name, p in adapted.named_parameters()}
     rollout = RolloutSettings("int8", ("lm_head",), True, "auto", False, False, None, {}, 0, 16, 1.0)
-    prepare_weights(adapted, rollout, SimpleNamespace(mixed_precision="bf16"), list)
+    weights = prepare_weights(adapted, rollout, SimpleNamespace(mixed_precision="bf16"), list)
     for name, p in adapted.named_parameters():
-        rounds = not p.requires_grad and p.dim() > 1
+        rounds = not p.requires_grad and p.dim() > 1 and "original_module" not in name and "not used" not in name
         assert p.dtype == torch.float32 and torch.equal(p, on_grid(before[name], torch.bfloat16 if rounds else None))
+    copy = adapted.base_model.model.model.layers[1].mlp.down_proj.modules_to_save["default"].weight
+    sent = dict(model_parameters(adapted, merges=True, grid=weights.grid))["model.layers.1.mlp.down_proj.weight"]
+    assert torch.equal(sent, on_grid(copy, torch.bfloat16)), "it is trained whole, as without an adapter"
+
+
+@pytest.mark.parametrize("adapts", [False, True], ids=["whole", "adapter"])
+def test_a_policy_of_mixed_types_runs_as_in_training(adapts):
+    model = tiny_model("llama", dtype=torch.bfloat16)
+    model.model.layers[1].input_layernorm.float()  # as preparations for training leave norms
+    weights = stream_of(model, SCHEMES["int8"], smooths=True)
+    weights.grid, policy = torch.bfloat16, get_peft_model(model, LoraConfig(r=2)) if adapts else model
+    weights.fit_smoothing(policy, [[40, 50, 60]])
+    run_probe(policy, [Continuation([40, 50], [60], [{60: -1.0}])], weights)

@@ -77,11 +77,6 @@ def test_every_added_field_has_its_sentence_on_the_command_line():
     assert all(len(helps[name]) < 200 for name in added)
 
 
-def test_fields_that_count_steps_count_optimizer_steps():
-    added = {field.name for field in fields(QuRLPPOConfig)} - {field.name for field in fields(GRPOConfig)}
-    assert {name for name in added if name.endswith("_steps")} == {"critic_warmup_steps"}
-
-
 def test_the_mixin_fits_another_trainers_config():
     @dataclass
     class QuantizedGMPOConfig(QuantizedRolloutsConfig, GMPOConfig):

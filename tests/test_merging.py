@@ -5,7 +5,7 @@ import functools
 
 import pytest
 import torch
-from peft import IA3Config, LoraConfig, get_peft_model
+from peft import IA3Config, LoraConfig, get_peft_config, get_peft_model
 from support.building import build, start_no_engine
 from tiny import stream_of, tiny_mixture, tiny_model, tiny_tokenizer
 
@@ -17,18 +17,25 @@ from trl_qurl.rollout.checks.probe import _score, run_probe
 from trl_qurl.rollout.preparation import check_policy
 from trl_qurl.rollout.sync import fingerprint
 from trl_qurl.rollout.wire import Continuation
+from trl_qurl.trainers.arguments import MERGED
 
 
 def lora(**settings):
     return LoraConfig(**{"r": 4, "target_modules": ["q_proj", "down_proj"], "init_lora_weights": False} | settings)
 
 
+OTHERS = {kind: {"init_weights": False} for kind in sorted({*MERGED.split()} - {"LORA", "IA3"})}
+OTHERS |= {"OFT": {"r": 0, "oft_block_size": 8, "init_weights": False}, "C3A": {"block_size": 8}}
 KINDS = {
     "LoRA": (tiny_model, lora()),
     "rank-stabilized": (tiny_model, lora(use_rslora=True, alpha_pattern={"q_proj": 7})),
     "DoRA": (tiny_model, lora(use_dora=True)),
     "biases": (tiny_model, lora(target_modules=["q_proj"], lora_bias=True)),
     "IA3": (tiny_model, IA3Config(target_modules=["q_proj"], feedforward_modules=[], init_ia3_weights=False)),
+    **{
+        kind: (tiny_model, get_peft_config({"peft_type": kind, "target_modules": ["q_proj", "down_proj"]} | given))
+        for kind, given in OTHERS.items()
+    },
     "experts": (
         lambda **kwargs: tiny_mixture("qwen3_moe", **kwargs),
         lora(target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]),
@@ -118,12 +125,14 @@ def test_fingerprint_changes_with_weights(change):
 def test_fingerprint_changes_with_adapters():
     model = get_peft_model(tiny_model(), lora(modules_to_save=["norm"]))
     model.add_adapter("other", model.peft_config["default"])
+    model.base_model.model.model.norm.modules_to_save["default"].weight.data.fill_(2.0)
     before = fingerprint(model)
     with model.disable_adapter():
         assert fingerprint(model) != before
         merged, base = dict(model_parameters(model, merges=True)), dict(model_parameters(model))
         name = "model.layers.1.mlp.down_proj.weight"
         assert torch.equal(merged[name], base[name]), "an engine would get the adapter that the trainer leaves out"
+        assert torch.equal(merged["model.norm.weight"], model.base_model.model.model.norm.original_module.weight)
     assert fingerprint(model) == before
     layer = model.base_model.model.model.layers[1].mlp.down_proj
     layer.scaling["default"] *= 10
@@ -143,9 +152,6 @@ APART = {
 }
 
 
-ONE = {"zero_stage": 0, "fsdp_version": 1}
-
-
 @pytest.fixture
 def start(monkeypatch, tmp_path):
     """Builds a trainer that must not reach its engine."""
@@ -160,7 +166,9 @@ def test_a_tied_head_that_is_trained_apart_is_refused(kind, start):
 
 
 def test_fsdp_1_is_refused(start, monkeypatch):
-    monkeypatch.setattr("trl.distributed.DistributedBackend.__init__", lambda self, _: vars(self).update(ONE))
+    monkeypatch.setattr(
+        "trl.distributed.DistributedBackend.__init__", lambda self, _: vars(self).update(zero_stage=0, fsdp_version=1)
+    )
     with pytest.raises(ValueError, match="FSDP 1 does not expose single matrices to quantize: set fsdp_version to 2"):
         start()
 

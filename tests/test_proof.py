@@ -11,8 +11,8 @@ from tiny import WHOLE_BLOCKS, layers_of, stream_of, tiny_model
 from trl_qurl.quantization import SCHEMES
 from trl_qurl.quantization.fake_quantization import quantized_forward
 from trl_qurl.quantization.formats import FP8_CACHES, TOKEN_CACHES
+from trl_qurl.quantization.merging import on_grid
 from trl_qurl.quantization.plan import QuantizationPlan
-from trl_qurl.quantization.stream import on_grid
 from trl_qurl.rollout.checks import tensors
 from trl_qurl.rollout.checks.probe import (
     ProbeResult,

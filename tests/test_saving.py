@@ -16,8 +16,10 @@ from transformers import AutoTokenizer, GenerationConfig
 from trl.trainer.utils import generate_model_card
 
 from trl_qurl.quantization import SCHEMES, make_plan, write_checkpoint
+from trl_qurl.quantization.merging import model_parameters
 from trl_qurl.quantization.storage import check_replaceable
-from trl_qurl.rollout.routes import AdapterRoute, policy_parameters
+from trl_qurl.rollout.backend import QuantizedVLLMGeneration
+from trl_qurl.rollout.routes import AdapterRoute
 from trl_qurl.trainers.engine import QuantizedEngineMixin
 from trl_qurl.trainers.model_card import add_rollouts
 from trl_qurl.trainers.saving import main_process_only
@@ -290,7 +292,8 @@ def trainer(tmp_path):
         hub_model_id="someone/tiny",
     )
     weights = stream_of(model, SCHEMES["w4a16"])
-    trainer.vllm_generation = SimpleNamespace(
+    trainer.vllm_generation = QuantizedVLLMGeneration.__new__(QuantizedVLLMGeneration)
+    vars(trainer.vllm_generation).update(
         model=model,
         weights=weights,
         processing_class=tiny_tokenizer(),
@@ -313,7 +316,7 @@ def test_an_adapter_lies_beside_its_base_and_the_card_serves_both(trainer):
     options = "--enable-lora --max-lora-rank 16 --lora-modules policy=run-w4a16/adapter"
     assert f"\nvllm serve run-w4a16 {options}\n" in card and "request the model `policy` from the server" in card
     merged = PeftModel.from_pretrained(tiny_model(), directory / "adapter").merge_and_unload().state_dict()
-    for name, weight in policy_parameters(trainer.model, None):
+    for name, weight in model_parameters(trainer.model, merges=True):
         torch.testing.assert_close(merged[name], weight)
     assert trainer.save_quantized() == directory, "an earlier one is replaced"
 

@@ -150,11 +150,7 @@ def test_a_cpu_takes_memory_that_is_free(cpu, monkeypatch):
     ):
         command = launch.server_command(str(cpu), "127.0.0.1", 8000, given.split())
         assert command[command.index("--kv-cache-memory-bytes") + 1] == str(needed), given
-    for given in (
-        ["--gpu-memory-utilization", "0.4"],
-        ["--gpu_memory_utilization=0.4"],
-        ["--kv-cache-memory-bytes=9"],
-    ):
+    for given in (["--gpu-memory-utilization", ".4"], ["--gpu_memory_utilization=.4"], ["--kv-cache-memory-bytes=9"]):
         command = launch.server_command(str(cpu), "127.0.0.1", 8000, given)
         assert not [word for word in command[: -len(given)] if word[:2] == "--" and "memory" in word], (
             "what the user has chosen comes first"
@@ -195,10 +191,6 @@ def test_a_cpu_without_enough_free_memory_is_one_line(cpu, monkeypatch, capsys):
     assert "2.0 GB of memory are free, but an engine of this model needs 1.0 GB for weights and about 1.2 GB" in line
 
 
-def test_the_memory_of_this_machine_is_what_vllm_counts():
-    assert hardware.free_memory() > 0
-
-
 def test_the_share_that_is_lowered_is_vllms_own():
     from vllm.config import CacheConfig
 
@@ -221,13 +213,6 @@ def test_a_cache_whose_scales_no_sync_makes_is_refused(start):
         launch.check_options(["--enforce-eager", *f"{start}nvfp4".split()])
     for accepted in ("bfloat16", "fp8"):
         launch.check_options([*f"{start}{accepted}".split(), "--enforce-eager"])
-
-
-def test_a_model_alone_is_enough(model, monkeypatch):
-    commands = []
-    monkeypatch.setattr(launch, "run_server", lambda command, *arguments: commands.append(command) or 0)
-    assert cli.main(["serve", str(model), "--scheme", "none"]) == 0
-    assert str(model) in commands[0]
 
 
 def test_what_a_user_sets_is_not_set_again(cpu):
@@ -265,7 +250,7 @@ def test_the_key_is_neither_printed_nor_in_the_command(model, capfd, monkeypatch
     monkeypatch.setattr("os.execve", lambda program, words, environment: started.update(words=words, env=environment))
     monkeypatch.setenv(http.API_KEY_VARIABLE, "a-secret")
     cli.main(["serve", str(model), "--scheme", "none"])
-    assert started["env"][http.API_KEY_VARIABLE] == "a-secret"
+    assert started["env"][http.API_KEY_VARIABLE] == "a-secret" and str(model) in started["words"]
     assert started["env"]["VLLM_SERVER_DEV_MODE"] == "1" and "--disable-uvicorn-access-log" in started["words"]
     assert started["env"]["PYTHONWARNINGS"].startswith("ignore:resource_tracker:UserWarning,"), "leaked semaphores"
     assert "a-secret" not in " ".join([*started["words"], *capfd.readouterr()])

@@ -22,7 +22,6 @@ from transformers.initialization import no_init_weights
 from trl_qurl.quantization import SCHEMES
 from trl_qurl.quantization.fake_quantization import QuantizedLinear
 from trl_qurl.quantization.merging import model_parameters
-from trl_qurl.quantization.stream import on_grid
 from trl_qurl.quantization.uaq import scale_model_
 from trl_qurl.rollout.checks import tensors as checks
 
@@ -171,7 +170,7 @@ def sync(watch, name, plant=lambda tensor: tensor):
         ) in weights.smoothing._sources.items():  # on the host, as the first fit's broadcast leaves them
             weights.smoothing.scales[source] = torch.ones(model.get_submodule(each.layers[0]).in_features)
     watch.begin()
-    whole = ((each, on_grid(parameter, GRID)) for each, parameter in model_parameters(model))
+    whole = model_parameters(model, grid=GRID)
     made = checks.find_not_finite(weights.tensors(whole, GRID), names)
     for _, tensor in checks.MeteredStream(((name, plant(tensor)) for name, tensor in made), {}):
         assert tensor.is_cuda

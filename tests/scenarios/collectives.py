@@ -241,10 +241,10 @@ def run_and_resume(case: Case) -> None:
 
 def plant(case: Case) -> None:
     """Faults of ours, one at a time, each in one process."""
-    parameters, require = routes.policy_parameters, sync.WeightSync.require_version
+    parameters, require = routes.model_parameters, sync.WeightSync.require_version
     planted = {
         "an error is kept": (False, "routes.raise_everywhere", lambda act, *rest, **join: act(), 1),
-        "a tensor is not read": (False, "routes.policy_parameters", lambda *args: islice(parameters(*args), 9), 0),
+        "a tensor is not read": (False, "routes.model_parameters", lambda *args: islice(parameters(*args), 9), 0),
         "a broadcast more": (True, "sync.WeightSync.require_version", lambda self: (dist.barrier(), require(self)), 0),
         "the stream is left": (True, "routes.deque", lambda *args, **kwargs: None, 1),
     }

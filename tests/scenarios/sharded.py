@@ -19,11 +19,11 @@ def split_by_fsdp2(model, generation):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    from trl_qurl.rollout.routes import policy_parameters
+    from trl_qurl.quantization.merging import model_parameters
 
     generation._dist.fsdp_version = 2
     # As at a trainer's start, before accelerate splits the model: a colocated engine starts from these weights.
-    whole = {name: parameter.clone() for name, parameter in policy_parameters(model, None)}
+    whole = {name: parameter.clone() for name, parameter in model_parameters(model, merges=True)}
     assert all(torch.equal(whole[name], parameter) for name, parameter in model.named_parameters())
     mesh = init_device_mesh("cpu", (2,))
     for layer in model.model.layers:

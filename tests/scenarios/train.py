@@ -221,12 +221,10 @@ def run(options: argparse.Namespace) -> dict:
         model = whole_model(trainer)
         if trainer.accelerator.is_main_process:
             export(model, trainer.vllm_generation.rollout.formats, trainer.args.quantization_ignore, options.export)
-    from trl_qurl.rollout.routes import policy_parameters
-
-    grid = trainer.vllm_generation.weights.grid
+    policy = trainer.vllm_generation.policy_parameters
     # After the export: merging an adapter and taking it out again leaves the base a rounding error away. In a list: a
     # pass that is not read to its end leaves adapters merged.
-    sent = [torch.equal(p, p.bfloat16().to(p.dtype)) for _, p in policy_parameters(trainer.model, grid) if p.dim() > 1]
+    sent = [torch.equal(p, p.bfloat16().to(p.dtype)) for _, p in policy() if p.dim() > 1]
     record["on_the_grid_of_bf16"] = sum(sent) / len(sent)
     if options.ppo:
         moved = (
@@ -236,7 +234,7 @@ def run(options: argparse.Namespace) -> dict:
         )
         record["critic_moved"] = sum(change > 0 for change in moved)
         record["critic_parameters"] = sum(p.requires_grad for p in trainer.critic.model.parameters())
-        record["sent_names"] = sorted(name for name, _ in policy_parameters(trainer.model, grid))
+        record["sent_names"] = sorted(name for name, _ in policy())
     if options.save:
         trainer.save_model()
     if (engine := trainer.vllm_generation.sync.route.engine) is not None:

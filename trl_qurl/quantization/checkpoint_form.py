@@ -51,13 +51,14 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def policy_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield a policy's parameters and persistent buffers, without adapters and what these replace, with paths."""
-    left_out = [".lora_", ".original_module."]
+    is_disabled = any(getattr(module, "disable_adapters", None) is True for module in model.modules())
+    left_out = [".lora_", ".modules_to_save." if is_disabled else ".original_module."]
     if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
         others = model.peft_config.keys() - model.active_adapters
         left_out += [f".{model.prefix}", *(f".modules_to_save.{name}." for name in others)]
     for path, tensor in (*model.named_parameters(), *persistent_buffers(model)):
         if not any(part in path for part in left_out):
-            yield path, tensor
+            yield path.replace(".original_module.", ".modules_to_save.none."), tensor
 
 
 def expert_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:

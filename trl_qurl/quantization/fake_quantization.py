@@ -27,9 +27,10 @@ class QuantizedLinear:
     layer: Any  # the exact one
     scheme: QuantizationScheme
     input_scale: torch.Tensor | None = None  # of smoothing: divides inputs and multiplies columns, (in,)
-    grid: torch.dtype | None = None  # to which weights are rounded first (`WeightStream.grid`)
+    grid: torch.dtype | None = None  # to which weights are rounded first (`WeightStream.grid`), unless merged
     dtype: torch.dtype | None = None  # of those rounded weights: a sync's, where FSDP computes with 16-bit copies
     adapted: Any = None  # PEFT's layer around it, if the engine got that merged
+    is_rounded: bool = False  # whether the layer has the engine's values (`round_base`)
 
     @torch.no_grad()
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -46,9 +47,9 @@ class QuantizedLinear:
 
     def _rounded(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return the weight that the engine's codes represent, (out, in)."""
-        if getattr(self.layer, "is_rounded", False):  # by `round_base`
+        if self.is_rounded:
             return weight.to(dtype)
-        if self.grid is not None:
+        if self.grid is not None and self.adapted is None:
             weight = weight.to(self.grid).to(self.dtype or weight.dtype)
         if self.input_scale is not None:
             weight = (weight * self.input_scale.to(weight.device)).to(weight.dtype)
@@ -62,6 +63,7 @@ def quantized_forward(
     smoothing: Smoothing | None = None,
     grid: torch.dtype | None = None,
     merges: bool = False,  # whether the engine got adapters merged into the weights
+    is_rounded: bool = False,  # whether the layers have the engine's values
 ) -> Iterator[None]:
     """Run linear layers quantized by the plan inside the context, with the engine's smoothing and grid, if any."""
     tuners: list[Any] = [each for each in model.modules() if merges and hasattr(each, "base_layer")]
@@ -70,8 +72,8 @@ def quantized_forward(
     for name, layer in linear_layers(model, plan.schemes):
         scale = smoothing.input_scale(name) if smoothing else None
         modules.append(adapted.get(layer, layer))
-        rounded = QuantizedLinear(layer, plan.schemes[name], scale, grid, layer.weight.dtype, adapted.get(layer))
-        modules[-1].forward = rounded  # hides its class's
+        form = plan.schemes[name], scale, grid, layer.weight.dtype, adapted.get(layer), is_rounded
+        modules[-1].forward = QuantizedLinear(layer, *form)  # hides its class's
     try:
         yield
     finally:
@@ -85,14 +87,11 @@ def round_base(model: Any, plan: QuantizationPlan, dtype: torch.dtype) -> None:
     The frozen base below an adapter then computes with the engine's weights. Raises as `check_unrounded` does.
     """
     check_unrounded(model)
-    modules: list[tuple[str, Any]] = list(linear_layers(model, plan.schemes))
-    for name, module in modules:
-        if module.weight.is_meta:
-            continue
-        scheme = plan.schemes[name]
-        with torch.no_grad(), whole([module.weight]):
-            module.weight.copy_(scheme.dequantize(scheme.quantize(module.weight.float()), dtype))
-        module.is_rounded = True  # for `QuantizedLinear`
+    for name, module in linear_layers(model, plan.schemes):
+        scheme, weight = plan.schemes[name], module.weight
+        if not weight.is_meta:
+            with torch.no_grad(), whole([weight]):
+                weight.copy_(scheme.dequantize(scheme.quantize(weight.float()), dtype))
     model.config.rounded_base = format_name(plan.formats)
 
 

@@ -14,13 +14,14 @@ from torch.nn.utils.stateless import _reparametrize_module as replace_parameters
 
 from trl_qurl.quantization.checkpoint_form import parameter_name, policy_tensors, whole
 
+Tensors = Iterator[tuple[str, torch.Tensor]]
 BASE = ".base_layer."  # part of the names of parameters below an adapter
 
 
-def model_parameters(model: Any, merges: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+def model_parameters(model: Any, merges: bool = False, grid: torch.dtype | None = None) -> Tensors:
     """Yield a model's parameters and persistent buffers, each whole while it is read.
 
-    Adapters are merged or left out. A collective operation: every process must read to the end.
+    Adapters are merged or left out; autocast's `grid` rounds all else. Collective: every process must read to the end.
     """
     reshard(model)
     modules, last, merged = dict(model.named_modules()), "", {}
@@ -32,7 +33,7 @@ def model_parameters(model: Any, merges: bool = False) -> Iterator[tuple[str, to
             yield parameter_name(path), merged[name.replace(BASE[1:], "")]
         else:
             with whole([tensor]):
-                yield parameter_name(path), gathered(tensor)
+                yield parameter_name(path), on_grid(gathered(tensor), grid)
 
 
 @torch.no_grad()
@@ -47,6 +48,11 @@ def merged_layer(layer: Any) -> dict[str, torch.Tensor]:
                     each.merge()
                     each.merged_adapters.clear()  # only copies are
             return {name: p.to(dtypes[name]) for name, p in layer.get_base_layer().named_parameters()}
+
+
+def on_grid(tensor: torch.Tensor, grid: torch.dtype | None) -> torch.Tensor:
+    """Round a float32 matrix to the values that autocast uses, still in float32; return other tensors unchanged."""
+    return tensor if grid is None or tensor.dim() < 2 or tensor.dtype != torch.float32 else tensor.to(grid).float()
 
 
 def gathered(parameter: Any) -> torch.Tensor:

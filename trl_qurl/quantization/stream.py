@@ -21,7 +21,8 @@ class WeightStream:
     Raises `ValueError` as `CheckpointForm` and `Smoothing` do.
     """
 
-    grid: torch.dtype | None = None  # to which the trainer's autocast rounds weights, and `on_grid` the parameters
+    grid: torch.dtype | None = None  # the type of the trainer's autocast, to which it rounds all but adapters
+    is_rounded = False  # whether the model has the engine's values already (`round_base`)
 
     def __init__(
         self,
@@ -44,7 +45,8 @@ class WeightStream:
         was_training, self.smoothing.collects = model.training, True
         deque(self.smoothing.fold(self.form.convert(model_parameters(model))), maxlen=0)
         model.eval()
-        with torch.inference_mode(), self.smoothing.watch():
+        autocast = torch.autocast(model.device.type, self.grid, self.grid is not None, cache_enabled=False)
+        with torch.inference_mode(), autocast, self.smoothing.watch():
             for tokens in sequences:
                 model(input_ids=torch.tensor([tokens], device=model.device), use_cache=False, logits_to_keep=1)
         model.train(was_training)
@@ -92,11 +94,6 @@ class WeightStream:
     def nbytes(self, dtype: torch.dtype | None = None) -> int:
         """Return the size of everything that `tensors` yields, in bytes."""
         return sum(tensor.nbytes for parameter in self.form.layout for _, tensor in self.stored(parameter, dtype))
-
-
-def on_grid(tensor: torch.Tensor, grid: torch.dtype | None) -> torch.Tensor:
-    """Round a float32 matrix to the values that autocast uses, still in float32; return other tensors unchanged."""
-    return tensor if grid is None or tensor.dim() < 2 or tensor.dtype != torch.float32 else tensor.to(grid).float()
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:

@@ -77,9 +77,9 @@ def adapter_tensors(model: Any, dtype: torch.dtype | None = None) -> Iterator[tu
     """Yield A (rank, in) and scaled B (out, rank) of each layer, under PEFT's names. A collective operation."""
     for name, layer in _adapted_layers(model):
         adapter = model.active_adapters[0]
-        a, b = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
+        a, b, is_used = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight, not layer.disable_adapters
         with whole([a, b]):
-            for part, tensor in (("lora_A", gathered(a)), ("lora_B", gathered(b) * layer.scaling[adapter])):
+            for part, tensor in (("lora_A", gathered(a)), ("lora_B", gathered(b) * layer.scaling[adapter] * is_used)):
                 yield f"{name.replace('_checkpoint_wrapped_module.', '')}.{part}.weight", tensor.to(dtype or a.dtype)
 
 

@@ -21,6 +21,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 from trl_qurl.quantization.checkpoint import CheckpointWriter
 from trl_qurl.quantization.checkpoint_form import plain_model
 from trl_qurl.quantization.layers import check_recurrent_layers
+from trl_qurl.quantization.merging import Tensors, model_parameters
 from trl_qurl.quantization.plan import format_name
 from trl_qurl.rollout.adapter import adapter_obstacle, adapter_rank, check_rounding, engine_rank
 from trl_qurl.rollout.directory import CheckpointFolder
@@ -29,7 +30,7 @@ from trl_qurl.rollout.engine.served import ServedEngine
 from trl_qurl.rollout.images import as_plain, check_seen
 from trl_qurl.rollout.preparation import RolloutSettings, choose_adapter, choose_route, prepare_weights
 from trl_qurl.rollout.recovery import raise_everywhere, recover
-from trl_qurl.rollout.routes import ROUTES, Route, policy_parameters, stream_metadata
+from trl_qurl.rollout.routes import ROUTES, Route, stream_metadata
 from trl_qurl.rollout.substitution import substitute
 from trl_qurl.rollout.sync import RolloutCost, WeightSync
 from trl_qurl.rollout.wire import COMPILING, Engine
@@ -199,9 +200,9 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         recover(functools.partial(self.sync.push, self.current.cost), self._reconnect)
         self._seconds_in_syncs += time.perf_counter() - started
 
-    def policy_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def policy_parameters(self) -> Tensors:
         """Yield what a sync sends, before it is quantized. A collective operation: read to the end."""
-        return policy_parameters(self.model, self.weights.grid)
+        return model_parameters(self.model, merges=True, grid=self.weights.grid)
 
     def generate(self, *args: Any, **kwargs: Any) -> tuple:
         """Generate as the parent does, from the weights of this run's last sync, and count seconds and tokens."""

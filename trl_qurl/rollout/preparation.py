@@ -10,10 +10,11 @@ from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, is_peft_model
 from trl.distributed import DistributedBackend
 
-from trl_qurl.quantization.checkpoint_form import plain_model
+from trl_qurl.quantization.checkpoint_form import plain_model, policy_tensors
+from trl_qurl.quantization.merging import on_grid
 from trl_qurl.quantization.plan import Formats, make_plan
 from trl_qurl.quantization.smoothing import can_smooth
-from trl_qurl.quantization.stream import WeightStream, on_grid
+from trl_qurl.quantization.stream import WeightStream
 
 logger = get_logger(__name__)  # of the main process
 
@@ -51,11 +52,10 @@ def prepare_weights(
     if smooths is None:  # smooth where supported, unless an adapter may be sent alone
         smooths = can_smooth(model) and not (rollout.is_served and is_peft_model(model))
     weights = WeightStream(model, make_plan(model, rollout.formats, rollout.ignore), smooths)
-    grid, is_adapted = AUTOCAST.get(accelerator.mixed_precision), is_peft_model(model)
-    weights.grid = None if is_adapted else grid
-    for parameter in model.parameters() if is_adapted else ():
-        if not parameter.requires_grad:  # autocast rounds a base, but not together with its adapter
-            parameter.data = on_grid(parameter.data, grid)
+    weights.grid = AUTOCAST.get(accelerator.mixed_precision)
+    for _, tensor in policy_tensors(model) if is_peft_model(model) else ():
+        if not tensor.requires_grad:  # autocast rounds a base, but not together with its adapter
+            tensor.data = on_grid(tensor.data, weights.grid)
     if weights.smoothing is None:
         return weights
     # FSDP and DeepSpeed leave the model on the host for now, where one core would take minutes for these passes.
@@ -128,8 +128,8 @@ def choose_adapter(
         obstacle = f"the server accepts {limit}, but this one has rank {rank}: start it with {restart}"
     if requested == "adapter" and obstacle:
         raise ValueError(
-            f"weight_sync='adapter' is not possible: {obstacle}. Or set weight_sync='auto', which merges the "
-            "adapter into the weights."
+            f"An adapter alone (weight_sync='adapter', round_base=True) is not possible: {obstacle}. Without these "
+            "two settings, whole weights are sent."
         )
     if requested == "adapter":
         return True, "weight_sync='adapter' requests it"

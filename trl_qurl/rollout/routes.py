@@ -7,7 +7,7 @@
 import functools
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,16 +16,14 @@ import torch
 from accelerate import PartialState
 
 from trl_qurl.quantization.fake_quantization import round_base
-from trl_qurl.quantization.merging import model_parameters
+from trl_qurl.quantization.merging import Tensors, model_parameters
 from trl_qurl.quantization.storage import read_tensors
-from trl_qurl.quantization.stream import WeightStream, on_grid
+from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.adapter import adapter_tensors, write_adapter
 from trl_qurl.rollout.checks.tensors import MeteredStream, base_digests
 from trl_qurl.rollout.directory import CheckpointFolder
 from trl_qurl.rollout.recovery import raise_everywhere
 from trl_qurl.rollout.wire import Engine, TensorMetadata, WeightUpdate
-
-Tensors = Iterator[tuple[str, torch.Tensor]]
 
 
 @dataclass(eq=False)
@@ -44,7 +42,7 @@ class Route(ABC):
 
     def starting_tensors(self) -> Tensors:
         """Return the tensors of the checkpoint that the engine starts from."""
-        return self.weights.tensors(policy_parameters(self.model, self.weights.grid))
+        return self.weights.tensors(model_parameters(self.model, True, self.weights.grid))
 
     def attach(self, engine: Engine | None, dtype: str | None) -> None:
         """Use an engine that has started. Casting to its dtype saves memory, and bytes to send and to digest."""
@@ -55,7 +53,7 @@ class Route(ABC):
 
     def tensors(self) -> Tensors:
         """Return the tensors to send, from one pass over the parameters."""
-        return self.weights.tensors(policy_parameters(self.model, self.weights.grid), self.dtype)
+        return self.weights.tensors(model_parameters(self.model, True, self.weights.grid), self.dtype)
 
     @abstractmethod
     def send(self, update: WeightUpdate, stream: MeteredStream) -> None:
@@ -107,7 +105,7 @@ class LLMCompressorRoute(CheckpointRoute):
 
     def _write(self, name: str, stream: MeteredStream) -> Path:
         deque(stream, maxlen=0)
-        parameters = policy_parameters(self.model, self.weights.grid)
+        parameters = model_parameters(self.model, True, self.weights.grid)
         return self.folder.write(name, parameters, self.folder.writer.write_with_llmcompressor)
 
 
@@ -148,6 +146,7 @@ class AdapterRoute(CheckpointRoute):
             deque(tensors, maxlen=0)
         if self.rounds_base:
             round_base(self.model.get_base_model(), self.weights.plan, engine_dtype)
+            self.weights.is_rounded = True
 
     def check(self) -> None:  # noqa: D102
         if self.is_served:
@@ -170,11 +169,6 @@ ROUTES: dict[str, Callable[..., Route]] = {
     "adapter": AdapterRoute,
 }
 """The routes by the config's `weight_sync`."""
-
-
-def policy_parameters(model: Any, grid: torch.dtype | None) -> Tensors:
-    """Yield `model_parameters`, merged, as the trainer scores with them: rounded as autocast does."""
-    return ((name, on_grid(whole, grid)) for name, whole in model_parameters(model, merges=True))
 
 
 def stream_metadata(weights: WeightStream, dtype: torch.dtype | None = None) -> TensorMetadata:

@@ -22,7 +22,7 @@ from trl_qurl.rollout.preparation import RolloutSettings
 # What TRL passes to every reward function by name, before the dataset's columns.
 REWARD_KEYWORDS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 NOT_PASSED = ("prompt", "completion", "completion_ids")  # columns that TRL does not pass
-UNMERGED = ("ADAPTION_PROMPT", "OSF", "POLY", "SHADOW", "TRAINABLE_TOKENS", "XLORA")  # besides prompt learning
+MERGED = "BOFT C3A DELORA FOURIERFT GRALORA HRA IA3 LOHA LOKR LORA MISS OFT PSOFT SHIRA WAVEFT"  # exactly
 ONLY_TOKENS = ("alora_invocation_tokens", "trainable_token_indices")  # settings of adapters for some tokens
 
 
@@ -164,11 +164,11 @@ def check_adapter(model: Any, peft_config: Any) -> None:
     configs = model.peft_config.values() if not isinstance(model, str) and is_peft_model(model) else ()
     for config in filter(None, (*configs, peft_config)):
         tokens = [name for name in ONLY_TOKENS if vars(config).get(name)]
-        if config.is_prompt_learning or config.peft_type.value in UNMERGED or tokens:
+        if config.peft_type.value not in MERGED.split() or tokens:
             method = f"{type(config).__name__} ({', '.join(tokens) or config.peft_type.value})"
             raise ValueError(
-                f"{method} is a PEFT method that cannot be merged into the weights, but each sync quantizes merged "
-                "weights: use LoRA alone, or omit peft_config."
+                f"{method} is a PEFT method that cannot be merged into the weights, or was never tried, but each sync "
+                "quantizes merged weights: use LoRA alone, or omit peft_config."
             )
 
 

@@ -28,7 +28,7 @@ from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.adapter import adapter_rank, adapter_tensors, engine_rank, write_adapter
 from trl_qurl.rollout.backend import QuantizedVLLMGeneration
 from trl_qurl.rollout.recovery import raise_everywhere
-from trl_qurl.rollout.routes import Route, policy_parameters
+from trl_qurl.rollout.routes import Route
 
 logger = get_logger(__name__)  # logs in the main process only
 
@@ -59,7 +59,7 @@ def write_quantized(
     writer = CheckpointWriter(plain_model(model), generation.processing_class, weights.plan)
     parameters: Iterable[Any]
     if route is None:
-        parameters = policy_parameters(model, generation.weights.grid)
+        parameters = generation.policy_parameters()
         tensors, adapter, rank = weights.tensors(parameters), None, 0
     else:
         tensors, adapter, rank = route.starting_tensors(), adapter_tensors(model), engine_rank(adapter_rank(model))

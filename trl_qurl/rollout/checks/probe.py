@@ -103,7 +103,9 @@ def run_probe(model: Any, answer: list[Continuation], weights: WeightStream, is_
     training = base.training
     base.eval()
     try:
-        with quantized_forward(base, weights.plan, weights.smoothing, weights.grid, is_merged):
+        rounding = weights.plan, weights.smoothing, weights.grid, is_merged, weights.is_rounded
+        autocast = torch.autocast(base.device.type, weights.grid, weights.grid is not None)
+        with autocast, quantized_forward(base, *rounding):
             policy = _score(base, answer)
             with _disturbed(base):
                 disturbed = _score(base, answer)

@@ -96,8 +96,8 @@ def _cpu_obstacles(config: Any, schemes: Mapping[str, QuantizationScheme], argum
         yield "vLLM's CPU build runs no adapter beside experts: merge it (weight_sync='auto', no --enable-lora)"
     for scheme in dict.fromkeys(schemes.values()):
         if not scheme.runs_on(None) and (scheme.cpus or scheme.checkpoint_format == "pack-quantized"):
-            where = f"kernels only for CPUs with {scheme.cpus}, which this one lacks" if scheme.cpus else "no kernels"
-            yield f"vLLM's CPU build has {scheme.label} {where}: choose another rollout_quantization"
+            lacks = f"kernels only for CPUs with {scheme.cpus}, which this one lacks" if scheme.cpus else "no kernels"
+            yield f"For {scheme.label}, vLLM's CPU build has {lacks}: choose another rollout_quantization"
     if has_amx and "int-quantized" in {scheme.checkpoint_format for scheme in schemes.values()}:
         kernels = "vLLM's INT8 kernels for CPUs with AMX"
         dtype = str(arguments.get("dtype", "auto")).removeprefix("torch.")  # "auto" runs a float32 model in bfloat16
