@@ -46,6 +46,10 @@ ARMS: dict[str, dict[str, Any]] = {
     "bf16_half_rate": {**BF16, RATE: 0.5},
     "bf16_double_rate": {**BF16, RATE: 2.0},
     "bf16_triple_rate": {**BF16, RATE: 3.0},
+    # Before training: what a format does to the answers.
+    "bf16_untrained": {**BF16, RATE: 0.0},
+    "int8_untrained": {RATE: 0.0},
+    "w4a16_untrained": {"rollout_quantization": "w4a16", RATE: 0.0},
 }
 RETIRED = ("int8_plain_geometric_mask", "int8_plain_geometric_mask_1.3", "int8_plain_icepop")
 """Arms with logs of a removed objective: cap C of 2, 1.3 and 2."""
