@@ -50,6 +50,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "bf16_untrained": {**BF16, RATE: 0.0},
     "int8_untrained": {RATE: 0.0},
     "w4a16_untrained": {"rollout_quantization": "w4a16", RATE: 0.0},
+    "w4a16_rounded_untrained": {"rollout_quantization": "w4a16", "round_base": True, LORA: True, RATE: 0.0},
 }
 RETIRED = ("int8_plain_geometric_mask", "int8_plain_geometric_mask_1.3", "int8_plain_icepop")
 """Arms with logs of a removed objective: cap C of 2, 1.3 and 2."""

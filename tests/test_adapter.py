@@ -132,8 +132,7 @@ def test_an_inactive_adapter_is_not_sent():
 
 def test_engines_are_started_for_the_largest_rank():
     assert adapter_rank(adapted(rank_pattern={"q_proj": 9})) == 9
-    # vLLM compares the config's r with the rank it was started for, not the layers' ranks.
-    assert adapter_rank(adapted(r=16, rank_pattern={".*": 2})) == 16
+    assert adapter_rank(adapted(r=16, rank_pattern={".*": 2})) == 16, "vLLM compares the config's r, not the layers'"
     assert [engine_rank(rank) for rank in (1, 2, 8, 9, 300, 512)] == [1, 8, 8, 16, 320, 512]
 
 

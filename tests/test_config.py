@@ -96,7 +96,6 @@ def test_unquantized_rollouts_by_name(given, expected):
 
 
 def test_one_ignore_pattern_may_stand_without_a_list():
-    # Taken as a sequence, the string would be the seven patterns "l", "m", "_", ...: the head would be quantized.
     assert config(quantization_ignore="lm_head").quantization_ignore == ["lm_head"]
 
 

@@ -12,6 +12,7 @@ from tiny import stream_of, tiny_mixture, tiny_model, tiny_tokenizer
 from trl_qurl import QuRLGRPOTrainer
 from trl_qurl.quantization import SCHEMES, write_checkpoint
 from trl_qurl.quantization.checkpoint_form import parameter_name
+from trl_qurl.quantization.fake_quantization import quantized_forward
 from trl_qurl.quantization.merging import model_parameters
 from trl_qurl.rollout.checks.probe import _score, run_probe
 from trl_qurl.rollout.preparation import check_policy
@@ -63,10 +64,9 @@ def test_modules_of_the_active_adapter_are_sent():
     """TRL adds a reference adapter for a KL penalty."""
     model = get_peft_model(tiny_model(), lora(modules_to_save=["norm"]), adapter_name="math")
     model.add_adapter("ref", model.peft_config["math"])
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "modules_to_save" in name:
-                parameter.fill_(2.0 if ".math." in name else 3.0)
+    for name, parameter in model.named_parameters():
+        if "modules_to_save" in name:
+            parameter.data.fill_(2.0 if ".math." in name else 3.0)
     sent = list(model_parameters(model, merges=True))
     assert [name for name, _ in sent] == [name for name, _ in tiny_model().named_parameters()]
     assert torch.equal(dict(sent)["model.norm.weight"], torch.full((128,), 2.0))
@@ -101,6 +101,11 @@ def test_the_probe_merges_the_adapter(scheme):
         if ".lora_B." in name:
             parameter.data.mul_(-1.0)
     assert distance(other).ratio > 3
+    layer, inputs, outputs = model.get_base_model().model.layers[1].mlp.down_proj, torch.randn(1, 128), []
+    for grid in (None, torch.bfloat16):
+        with quantized_forward(model.get_base_model(), weights.plan, grid=grid, merges=True):
+            outputs.append(layer(inputs))
+    assert torch.equal(*outputs), "a merged layer was rounded as autocast rounds the others"
 
 
 CHANGES = {

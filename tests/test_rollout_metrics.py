@@ -74,5 +74,4 @@ def test_mismatch_adds_up_over_processes():
 
 
 def test_no_scored_token_gives_no_metrics():
-    nothing = torch.zeros(1, 2, dtype=torch.bool)
-    assert mismatch_metrics(*mismatch_sums(torch.zeros(1, 2), torch.zeros(1, 2), nothing, 2.0)) == {}
+    assert mismatch_metrics(*mismatch_sums(torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(1, 2).bool(), 2.0)) == {}

@@ -53,8 +53,7 @@ def test_critic_starts_from_a_saved_critic(tmp_path):
 
 
 def test_critic_from_memory_is_used_as_it_is():
-    critic = tiny_classifier()
-    assert build(critic) is critic
+    assert build(critic := tiny_classifier()) is critic
 
 
 def test_an_adapter_of_the_critic_trains_with_the_head_only(tmp_path):
