@@ -67,7 +67,6 @@ def test_only_float32_matrices_are_rounded():
 
 
 def test_the_base_of_an_adapter_is_what_autocast_computes_with():
-    """A server that starts from the saved policy then has the same base."""
     adapted = get_peft_model(tiny_model("llama"), LoraConfig(r=2, modules_to_save=["down_proj"]))
     adapted.add_adapter("not used", LoraConfig(r=2))
     before = {name: p.clone() for name, p in adapted.named_parameters()}

@@ -135,8 +135,7 @@ def test_fingerprint_changes_with_adapters():
     with model.disable_adapter():
         assert fingerprint(model) != before
         merged, base = dict(model_parameters(model, merges=True)), dict(model_parameters(model))
-        name = "model.layers.1.mlp.down_proj.weight"
-        assert torch.equal(merged[name], base[name]), "an engine would get the adapter that the trainer leaves out"
+        assert all(torch.equal(merged[name], base[name]) for name in base if "down_proj" in name), "it is left out"
         assert torch.equal(merged["model.norm.weight"], model.base_model.model.model.norm.original_module.weight)
     assert fingerprint(model) == before
     layer = model.base_model.model.model.layers[1].mlp.down_proj
