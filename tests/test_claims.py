@@ -34,7 +34,8 @@ def test_figures_are_those_of_the_study_and_the_stored_runs():
         assert mismatch == [figures[i] for i in (4, 5, 7)], arm
         kl[arm] = f"{float(figures[4]):.3f}"
     assert "a KL of {int8_naive} instead of {int8_plain_naive}".format(**kl) in PAGE.read_text()
-    signed = contrast_table(arms).replace("-0.", "−0.").replace("| 0.", "| +0.").replace("0.", ".")
+    true = contrast_table(read_arms(RESULTS.parent / "true_seeds" / "arithmetic", ARMS))
+    signed = (true + contrast_table(arms)).replace("-0.", "−0.").replace("| 0.", "| +0.").replace("0.", ".")
     known = (ROOT / "benchmarks" / "study.md").read_text() + signed
     assert [each for each in re.findall(r"[+−]?\.\d+ ± \.\d+", PAGE.read_text()) if each not in known] == []
 
@@ -57,6 +58,5 @@ def test_steps_next_to_plain_trl_are_the_stored_ones():
             figures = f"| {step} | {cell['generate_s']:.1f} | {sync}| {cell['other_s']:.1f} | "
             assert f"{figures}{cell['peak_bytes'] / 1e9:.1f} GB | {gain}|" in page, figures
     assert f"**seen**: {min(gains):.1f} to {max(gains):.1f} times" in PAGE.read_text()
-    plain, bf16, int8 = steps[64]
-    assert f"takes {plain} s with plain TRL, {bf16} s with BF16 rollouts and {int8} s with INT8" in readme
+    assert "takes {} s with plain TRL, {} s with BF16 rollouts and {} s with INT8".format(*steps[64]) in readme
     assert "256 tokens {}, {} and {} s".format(*steps[256]) in readme
