@@ -138,7 +138,8 @@ def run_part(part: Part, directory: Path, minutes: float) -> dict[str, Any]:
         paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         # Killed engines leave semaphores, and that warning would follow the message of an error.
         quiet = {"PYTHONWARNINGS": "ignore::UserWarning:multiprocessing.resource_tracker"}
-        environment = os.environ | quiet | {"PYTHONPATH": paths, "TMPDIR": scratch}
+        first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]  # trainers would spread over several
+        environment = os.environ | quiet | {"PYTHONPATH": paths, "TMPDIR": scratch, "CUDA_VISIBLE_DEVICES": first}
         try:
             run_child(command, folder / "log.txt", check_time, every=0.5, environment=environment)
         except TimeoutError:

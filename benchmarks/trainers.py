@@ -122,7 +122,7 @@ def build_trainer(
         # TRL's engine loads the model by its name.
         model.save_pretrained(f"{directory}/model")
         tokenizer.save_pretrained(f"{directory}/model")
-        model = f"{directory}/model"
+        model, settings["model_init_kwargs"] = f"{directory}/model", {"dtype": load.dtype}  # TRL's default is float32
         if device == "cuda":
             torch.cuda.empty_cache()  # TRL loads its own copy
     if way in (TRL, TRANSFORMERS):

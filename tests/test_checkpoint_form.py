@@ -117,7 +117,7 @@ def test_a_format_without_a_kernel_for_this_cpu_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True, "avx512_f": False})
     model = tiny_model()
     check_cpu_build(model.config, {"layer": get_scheme("int8")})
-    message = "W4A16 kernels only for CPUs with avx512_f, which this one lacks: choose another rollout_quantization"
+    message = "For W4A16, vLLM.s CPU build has kernels only for CPUs with avx512_f, which this one lacks: choose"
     with nullcontext() if torch.cuda.is_available() else pytest.raises(ValueError, match=message):
         check_cpu_build(model.config, {"layer": get_scheme("w4a16")})
 
