@@ -1,6 +1,7 @@
 """Adapters that are sent alone: which ones can be, their files, and the rounded base below them."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,8 +28,7 @@ TOKENS = torch.tensor([[5, 9, 70, 33]])
 
 
 def adapted(model=None, **settings):
-    """A tiny model with an adapter that changes it."""
-    torch.manual_seed(1)
+    torch.manual_seed(1)  # of an adapter that changes the model
     settings = {"r": 4, "target_modules": ["q_proj", "up_proj"], "init_lora_weights": False} | settings
     return get_peft_model(model or tiny_model(), LoraConfig(task_type="CAUSAL_LM", **settings)).eval()
 
@@ -202,12 +202,12 @@ def test_a_base_is_rounded_once():
 
 
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES.keys())
-def test_the_quantized_forward_does_not_round_a_rounded_weight(scheme):
-    model = tiny_model(**WHOLE_BLOCKS)
-    plan = make_plan(model, scheme.name)
-    round_base(model, plan, torch.bfloat16)
+def test_a_run_that_rounded_its_base_does_not_round_it_again(scheme, tmp_path):
+    policy = adapted(tiny_model(**WHOLE_BLOCKS), target_modules=["q_proj"])
+    model, weights = policy.get_base_model(), stream_of(policy, scheme)
+    AdapterRoute(policy, weights, False, SimpleNamespace(path=tmp_path), rounds_base=True).attach(None, "bfloat16")
     layer, inputs = model.model.layers[0].mlp.up_proj, torch.randn(1, 3, 128)
-    with quantized_forward(model, plan, is_rounded=True):
+    with quantized_forward(model, weights.plan, is_rounded=weights.is_rounded):
         output = layer(inputs)
     torch.testing.assert_close(output, scheme.quantize_activations(inputs) @ layer.weight.t(), rtol=0, atol=0)
 

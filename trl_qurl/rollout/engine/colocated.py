@@ -109,7 +109,7 @@ def build_engine(cls: type, start: Path | None, engine_kwargs: dict[str, Any], l
     if start is not None:
         trl_kwargs["model"] = str(start)
     if trl_kwargs.get("gpu_memory_utilization") == TRL_MEMORY_SHARE:  # the user has chosen nothing
-        given = {name: trl_kwargs[name] for name in ("max_model_len", "trust_remote_code")} | engine_kwargs
+        given = {name: trl_kwargs.get(name, False) for name in ("max_model_len", "trust_remote_code")} | engine_kwargs
         load = trl_kwargs["max_num_seqs"], PROMPT + length
         trl_kwargs |= hardware.cpu_cache_arguments(trl_kwargs["model"], given, *load, TRL_MEMORY_SHARE)
     # TRL's seed is the engine's number alone; far apart, no two engines of neighboring seeds share their noise.
