@@ -69,7 +69,7 @@ def real_expectation(arm: str) -> str:
     """Expectation for an arm of the real model's study. Without smoothing, INT8's correction decides about harm."""
     if arm == COLLAPSED:
         return COLLAPSING
-    return UNSMOOTHED if "plain" in arm or arm in ("int8_forward", "int8_rounded_base") else HEALTHY
+    return UNSMOOTHED if "plain" in arm or arm == "int8_rounded_base" else HEALTHY
 
 
 @dataclass
@@ -133,7 +133,7 @@ def replay_all(directory: Path, real: Path) -> list[Group]:
         replay_group(Group(f"real {task.name}", arm, real_expectation(arm)), sorted(task.glob(f"{arm}-seed*")), REAL)
         for task in sorted(real.iterdir())
         for arm in sorted({path.name.rpartition("-seed")[0] for path in task.iterdir()})
-        if "float32_codes" not in arm or arm == COLLAPSED  # syncs no longer do what these arms did
+        if not arm.endswith("_untrained")  # a single rollout
     ]
     for name, experiment in EXPERIMENTS.items():
         for arm in experiment.arms:

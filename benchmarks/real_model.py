@@ -29,22 +29,14 @@ ARMS: dict[str, dict[str, Any]] = {
     "bf16": BF16,
     "bf16_again": {**BF16, OTHER_SEEDS: 1000},
     "int8_plain_naive": {"objective": "naive", **PLAIN},
-    "int8_plain_tis": {"objective": "tis", **PLAIN},
     "int8_plain_acr": {"objective": "acr", **PLAIN},
     "int8_plain_quantized_ratio": {"objective": "quantized_ratio", **PLAIN},
     "int8_naive": {"objective": "naive"},
     "int8_tis": {"objective": "tis"},
     "int8_acr": {"objective": "acr"},
-    "int8_plain_decoupled": {"objective": "decoupled", **PLAIN},
-    "int8_float32_codes_naive": {"objective": "naive", FLOAT32_CODES: True, **PLAIN},
-    "int8_float32_codes_acr": {"objective": "acr", FLOAT32_CODES: True, **PLAIN},
     "int8_float32_codes_quantized_ratio": {"objective": "quantized_ratio", FLOAT32_CODES: True, **PLAIN},
-    "int8_acr_uaq": {"objective": "acr", "uaq_scale": 1.5},
-    "int8_acr_rate": {"objective": "acr", RATE: 1.5},
     "int8_merged_adapter": {"objective": "acr", LORA: True, RATE: 20.0},  # a usual rate, not searched
     "int8_rounded_base": {"objective": "acr", "round_base": True, LORA: True, RATE: 20.0},
-    "bf16_half_rate": {**BF16, RATE: 0.5},
-    "bf16_double_rate": {**BF16, RATE: 2.0},
     "bf16_triple_rate": {**BF16, RATE: 3.0},
     # Before training: what a format does to the answers.
     "bf16_untrained": {**BF16, RATE: 0.0},
@@ -52,8 +44,6 @@ ARMS: dict[str, dict[str, Any]] = {
     "w4a16_untrained": {"rollout_quantization": "w4a16", RATE: 0.0},
     "w4a16_rounded_untrained": {"rollout_quantization": "w4a16", "round_base": True, LORA: True, RATE: 0.0},
 }
-RETIRED = ("int8_plain_geometric_mask", "int8_plain_geometric_mask_1.3", "int8_plain_icepop")
-"""Arms with logs of a removed objective: cap C of 2, 1.3 and 2."""
 ROLLOUTS = 40
 
 

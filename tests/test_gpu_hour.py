@@ -51,7 +51,7 @@ def test_failures_are_recorded_and_a_second_run_repeats_only_them(gpu_hour, tmp_
     decoded = {"way": "int8", "place": "trainer", "batch": 8, "tokens": 4, "failure": "OSError: no kernel"}
     tests = ["-c", "import sys; print('2 failed'); sys.exit(3)"]
     plan = [
-        gpu_hour.Part("doctor", ["-c", "print('All checks passed.')"], 0.1, 1),
+        gpu_hour.Part("doctor", ["-c", "print('No check failed.')"], 0.1, 1),
         gpu_hour.Part("tests", tests, 0.1, 2),
         gpu_hour.Part("decode-7B-int8", measured(log, **decoded | {"place": "engine"}), 0.1, 3),
         gpu_hour.Part("sync-0.5B", ["-c", HANG], 0.02, 4),

@@ -15,14 +15,7 @@ from safetensors.torch import load_file
 from tiny import FAMILIES, WHOLE_BLOCKS, layers_of, stream_of, tiny_model, tiny_tokenizer
 from torch.overrides import TorchFunctionMode
 
-from trl_qurl.quantization import (
-    SCHEMES,
-    checkpoint,
-    get_scheme,
-    make_plan,
-    packing,
-    write_checkpoint,
-)
+from trl_qurl.quantization import SCHEMES, checkpoint, get_scheme, make_plan, packing, write_checkpoint
 from trl_qurl.quantization.merging import model_parameters
 
 needs_llmcompressor = pytest.mark.skipif(

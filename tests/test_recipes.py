@@ -18,11 +18,7 @@ import trl_qurl
 from trl_qurl.lab import grading
 from trl_qurl.lab.recipes import grpo, ppo, rloo
 from trl_qurl.lab.recipes.arguments import merge_settings, recipes, take_files
-from trl_qurl.lab.recipes.questions import (
-    _set_up_logging,
-    checkpoint_to_resume,
-    tell_other_format,
-)
+from trl_qurl.lab.recipes.questions import _set_up_logging, checkpoint_to_resume, tell_other_format
 from trl_qurl.lab.recipes.rewards import load_rewards, punishments
 from trl_qurl.lab.runs import read_run
 from trl_qurl.trainers.run_log import begin_log
@@ -309,6 +305,7 @@ class Stopped(SimpleNamespace):
     state = SimpleNamespace(global_step=0)
 
     def train(self, resume_from_checkpoint):
+        [function(self) for function in vars(self).get("reward_funcs", ())]
         log = logging.getLogger("transformers.trainer")
         log.addHandler(handler := logging.Handler())
         handler.emit = lambda record: self.shown.append(record.getMessage())
@@ -322,16 +319,23 @@ class Stopped(SimpleNamespace):
 
 def test_control_c_names_the_latest_checkpoint(checkpoints, tmp_path_factory):
     for tied in (False, True):  # only a tied head is expected to be missing
-        stopped = Stopped(
-            model=tiny_model(tie_word_embeddings=tied), args=SimpleNamespace(output_dir=str(checkpoints))
-        )
-        with pytest.raises(
-            KeyboardInterrupt, match=f"from {checkpoints}/checkpoint-100, add --resume_from_checkpoint"
-        ):
+        args = SimpleNamespace(output_dir=str(checkpoints))
+        stopped = Stopped(model=tiny_model(tie_word_embeddings=tied), args=args)
+        with pytest.raises(KeyboardInterrupt, match=f"from {checkpoints}/checkpoint-16, add --resume_from_checkpoint"):
             grpo.RECIPE._learn(stopped, None)
         assert len(stopped.shown) == 1
     stopped.args.output_dir = str(tmp_path_factory.mktemp("empty"))
     with pytest.raises(KeyboardInterrupt, match="no checkpoint yet"):
+        grpo.RECIPE._learn(stopped, None)
+
+
+def test_a_fault_in_a_reward_function_has_a_place():
+    def reward(completions):
+        return json.loads("{")
+
+    line = reward.__code__.co_firstlineno + 1
+    stopped = Stopped(model=tiny_model(), args=None, reward_funcs=[reward, tiny_model()])
+    with pytest.raises(ValueError, match=rf"failed in {__file__}, line {line}: JSONDecodeError\('Expecting"):
         grpo.RECIPE._learn(stopped, None)
 
 

@@ -41,6 +41,7 @@ def test_metrics_over_rollouts():
     assert smooth(points, 1).values.tolist() == points.values.tolist()
     assert final_value(Points(np.arange(1.0, 31), np.arange(1.0, 31))) == 20.5  # the mean of 11 to 30
     assert final_value(Points(np.array([50.0, 100]), np.array([1.0, 3]))) == 3  # logged every 50 rollouts
+    assert final_value(Points(np.array([0.0, 10]), np.array([1.0, 3]))) == 3, "not what was before training"
     assert final_value(Points(np.empty(0), np.empty(0))) is None
     # Wilson's interval of 16 of 32: (16 + 1.92 ± 1.96 √(8 + .96)) / (32 + 3.84), and of 0 of 32: 3.84 / 35.84.
     ends = interval(Points(np.array([0.0, 10]), np.array([0.5, 0])), Points(np.array([10.0]), np.array([32.0])))
@@ -76,17 +77,18 @@ def test_seconds_per_rollout():
 @pytest.mark.parametrize(
     ("changes", "labels"),
     [
-        ([{}], ["INT8, acr"]),
-        ([{}, {}], ["INT8, acr", "INT8, acr #2"]),
-        ([{"objective": "tis"}, {"objective": "naive"}], ["tis", "naive"]),
-        ([{"seed": 0}, {"seed": 1}], ["seed 0", "seed 1"]),
-        ([{"beta": 0.1}, {"beta": 0.0, "rollout_quantization": None}], ["INT8, beta 0.1", "16 bits, beta 0.0"]),
-        ([{"new": 1}, {}], ["INT8, acr", "INT8, acr #2"]),  # a setting that only one run recorded
-        ([{"output_dir": "a", "seed": 1}, {"output_dir": "b", "seed": 2}], ["seed 1", "seed 2"]),
+        ([{}], [": INT8, acr"]),
+        ([{}, {}], [": INT8, acr", " #2: INT8, acr"]),
+        ([{"objective": "tis"}, {"objective": "naive"}], [": tis", " #2: naive"]),
+        ([{"seed": 0}, {"seed": 1}], [": seed 0", " #2: seed 1"]),
+        ([{"beta": 0.1}, {"beta": 0.0, "rollout_quantization": None}], [": INT8, beta 0.1", " #2: 16 bits, beta 0.0"]),
+        ([{"new": 1}, {}], [": INT8, acr", " #2: INT8, acr"]),  # a setting that only one run recorded
+        ([{"output_dir": "a", "seed": 1}, {"output_dir": "b", "seed": 2}], [": seed 1", " #2: seed 2"]),
+        ([dict.fromkeys("abcde", n) for n in (1, 2)], [": a 1, b 1, c 1, d 1, ...", " #2: a 2, b 2, c 2, d 2, ..."]),
     ],
 )  # fmt: skip
 def test_labels_show_the_settings_in_which_runs_differ(changes, labels):
-    assert list(label_runs([run_of(**changed) for changed in changes])) == labels
+    assert list(label_runs([run_of(**changed) for changed in changes])) == [f"runs{label}" for label in labels]
 
 
 def test_the_table_and_the_picture(tmp_path, capsys, monkeypatch):
@@ -102,11 +104,12 @@ def test_the_table_and_the_picture(tmp_path, capsys, monkeypatch):
     picture = tmp_path / "runs.png"
     assert main(["report", *runs, "-o", str(picture)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    acr, tis = ([*line.split()] for line in lines if line.split()[:1] in (["acr"], ["tis"]))
+    acr, tis = (line.split()[1:] for line in lines if line.split()[:1] in (["a"], ["b"]))
     # Only the last row is among the last 20 rollouts. Four updates of 2 seconds.
-    assert acr == ["acr", "–", "0.6", "4.5e-05", "900", "8", "3", "0.5"]
-    assert tis == ["tis", "0.25", "0", "–", "–", "–", "–", "–"]
+    assert acr == ["–", "0.6", "4.5e-05", "900", "8", "3", "0.5"]
+    assert tis == ["0.25", "0", "–", "–", "–", "–", "–"]
     assert any("eval sums/actor avg@1" in line for line in lines) and not any("tokens" in line for line in lines)
+    assert [line.strip() for line in lines[-3:-1]] == ["a: acr", "b: tis"]
     assert lines[-1] == f"Picture: {picture}" and picture.read_bytes().startswith(b"\x89PNG")
     assert main(["report", str(tmp_path), "-o", str(picture)]) == 0, "the runs below a directory that have rows"
     assert capsys.readouterr().out.splitlines() == lines

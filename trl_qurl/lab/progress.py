@@ -47,6 +47,7 @@ class StepLineCallback(TrainerCallback):
     _widths: Mapping[str, int] = {}
     _alike = 0  # latest rows of rollouts with nothing to learn from
     _has_learned = False
+    _reason = ""  # why the latest row has nothing to learn from
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Print the plan of the run and start the clock."""
@@ -67,16 +68,14 @@ class StepLineCallback(TrainerCallback):
                 # A critic also learns from rewards that differ between questions.
                 differs = logs["frac_reward_zero_std"] < 1 if args.num_generations > 1 else logs["reward_std"] > 0
                 self._has_learned |= differs
-                self._alike = 0 if differs else self._alike + 1
+                self._alike, self._reason = (0, "") if differs else (self._alike + 1, _why_alike(args, logs))
                 if self._alike == PATIENCE:
-                    logger.warning("Nothing to learn from %d rollouts in a row: %s.", PATIENCE, _why_alike(args, logs))
+                    logger.warning("Nothing to learn from %d rollouts in a row: %s.", PATIENCE, self._reason)
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Say so if no rollout taught the policy anything."""
         if self._alike and not self._has_learned:
-            logger.warning(
-                "The policy has learned nothing: in every rollout, all answers to a question earned the same."
-            )
+            logger.warning("The policy has learned nothing: %s.", self._reason)
 
 
 def use_step_lines(trainer: Trainer) -> None:
@@ -106,24 +105,18 @@ def _plan(args: Any, steps: int) -> str:
     name, answers, updates = args.rollout_quantization, args.generation_batch_size, args.updates_per_rollout
     number, questions = math.ceil(steps / updates), answers // args.num_generations
     rollouts = f"{number} {'16-bit' if name is None else format_name(name).upper()} rollout{'s' * (number > 1)}"
+    warmup = args.get_warmup_steps(steps) if args.lr_scheduler_type != "constant" else 0
+    rise = f"; the learning rate rises for {warmup} steps" if warmup else ""
     return (
         f"{steps} steps: {rollouts} of {answers} answers ({questions} questions x {args.num_generations}), "
-        f"up to {args.max_completion_length} tokens, {updates:g} updates each ({args.objective})"
+        f"up to {args.max_completion_length} tokens, {updates:g} updates each ({args.objective}){rise}"
     )
 
 
 def step_line(logs: Mapping[str, Any], step: int, steps: int, step_s: float | None = None, widths: Any = None) -> str:
     """Format a logged row as one line: `METRICS` and the pace, or all numbers of a row without any of `METRICS`.
 
-    Args:
-        logs: The row, as the trainer logs it.
-        step: Number of completed optimizer steps.
-        steps: Number of optimizer steps of the whole run.
-        step_s: Seconds per step, if known.
-        widths: Widths of the columns so far, by metric, which are kept and updated.
-
-    Returns:
-        The line, without a newline.
+    `step` of `steps` are done, each in `step_s` seconds, if known. `widths` of columns, by metric, are updated.
     """
     if "train_runtime" in logs:
         return f"{step}/{steps}  trained for {clock(logs['train_runtime'])}"

@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def label_runs(runs: Sequence[Run]) -> dict[str, Run]:
-    """Name each run by the settings in which the runs differ; runs with the same settings are numbered.
+    """Name each run by its place and the settings in which the runs differ; runs in places of one name are numbered.
 
     Settings that some runs did not record, such as those of a newer TRL, are not compared.
     """
@@ -75,9 +75,10 @@ def label_runs(runs: Sequence[Run]) -> dict[str, Run]:
     shown.sort(key=lambda name: UNNAMED.index(name) if name in UNNAMED else len(UNNAMED))
     labels: dict[str, Run] = {}
     for run in runs:
-        text = ", ".join(_describe(name, run.settings[name]) for name in shown) or "run"
-        number = 1 + sum(label.partition(" #")[0] == text for label in labels)
-        labels[text if number == 1 else f"{text} #{number}"] = run
+        settings = [_describe(name, run.settings[name]) for name in shown[:4]] + ["..."] * (len(shown) > 4)
+        place = run.path.resolve().parent.name if run.path.name == RUN_LOG else run.path.name.partition(".")[0]
+        number = 1 + sum(label.partition(":")[0].partition(" #")[0] == place for label in labels)
+        labels[f"{place}{f' #{number}' * (number > 1)}: {', '.join(settings)}"] = run
     return labels
 
 
@@ -117,7 +118,7 @@ def build_table(runs: Runs) -> Table:
     metrics = (*held_out_scores(runs), "reward", "mismatch/kl_k3")
     caption = (
         f"Means of the last {FINAL_ROLLOUTS} rollouts, the largest ρ of the run, and the seconds per rollout with its "
-        "updates, including those for generation and sync."
+        "updates, including those for generation and sync.\n" + "\n".join(runs)
     )
     headings = [name.replace("_", " ") for name in metrics[:-1]]
     table = new_table("", caption, ["run"], (*headings, "KL", "largest ρ", "seconds", "generate", "sync"))
@@ -126,7 +127,7 @@ def build_table(runs: Runs) -> Table:
         means = [final_value(points_of(run, name)) for name in metrics]
         largest = max(points_of(run, "mismatch/ratio_max").values, default=None)
         seconds = [value or None for value in seconds_per_rollout(run)]
-        table.add_row(label, *map(_format, [*means, largest, *seconds]))
+        table.add_row(label.partition(":")[0], *map(_format, [*means, largest, *seconds]))
     return table
 
 
@@ -151,7 +152,6 @@ def draw_report(runs: Runs, path: Path) -> None:
                 line = points if metric.endswith("_max") else smooth(points, max(1.0, points.rollouts[-1] / 20))
                 is_short = points.values.size <= 20  # few points may make no line
                 color, dashes = COLORS[style % len(COLORS)], DASHES[style % len(DASHES)]
-                label += f" ({run.path.parent.name if run.path.name == RUN_LOG else run.path.name.split('.')[0]})"
                 axes.plot(*line, marker="o" if is_short else "", color=color, linestyle=dashes, label=label, ms=4)
                 if metric.endswith("accuracy") and answers.values.size:
                     title = f"{title.partition(',')[0]}, 95 % intervals"

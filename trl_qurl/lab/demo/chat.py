@@ -127,16 +127,15 @@ def run_chat_demo(model: str, scheme: str | None, output_dir: Path, rollouts: in
     use_step_lines(trainer)
     with live_line(trainer):
         trainer.train()
-    seconds = time.perf_counter() - started
-    after = answer_greedily(trainer)
+    minutes, after = (time.perf_counter() - started) / 60, answer_greedily(trainer)
     print_answers(before, after, console)
     first, last = accuracy(before), accuracy(after)
     for step, share in ((0, first), (config.max_steps, last)):  # for the picture
         append_row(output_dir / RUN_LOG, {"step": step, "held_out_accuracy": share, "held_out_answers": len(after)})
     kl = [value for _, value in read_run(output_dir).series("mismatch/kl_k3")]
     console.print(
-        f"Accuracy on 32 held-out questions: {first:.2f} before, {last:.2f} after {rollouts} rollouts in "
-        f"{seconds / 60:.1f} minutes.\nKL between engine and policy: {kl[0]:.2g} nats per token at the start, "
+        f"Greedy answers to 32 held-out questions: {first:.2f} right before, {last:.2f} after {rollouts} rollouts in "
+        f"{minutes:.1f} minutes.\nKL between engine and policy: {kl[0]:.2g} nats per token at the start, "
         f"{kl[-1]:.2g} at the end."
     )
     return None if last > first else f"accuracy went from {first:.2f} to {last:.2f}."

@@ -46,7 +46,6 @@ def run_demo(
 
     console = Console()
     name = scheme.upper() if scheme else "BF16"
-
     config = build_config(algorithm, scheme, output_dir, rollouts, seed)  # rejects a bad scheme before the warm start
     policy_dir = prepare_policy()
     held_out = encode_problems(sample_problems(HELD_OUT_PROBLEMS, seed=0, held_out=True), build_tokenizer())
@@ -56,7 +55,6 @@ def run_demo(
     trainer.add_callback(RolloutRecorder(held_out, rollouts))
     trainer.train()
     after = measure(trainer, held_out)
-
     print_table(before, after, name, console)
     return find_shortfall(before, after, required_share)
 

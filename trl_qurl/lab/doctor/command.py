@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(as_json(lines))
     else:
-        print(f"FAILED: {', '.join(failures)}." if failures else "All checks passed.")
+        print(f"FAILED: {', '.join(failures)}." if failures else "No check failed.")
     return int(bool(failures))
 
 

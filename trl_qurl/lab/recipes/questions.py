@@ -10,7 +10,9 @@ import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from inspect import isfunction
 from pathlib import Path
+from traceback import extract_tb
 from typing import TYPE_CHECKING, Any
 
 from trl_qurl.cli.noise import quiet
@@ -87,8 +89,8 @@ class ScriptArguments:
 
         logger.info("Loading the questions of %s.", self.dataset)
         source = self.dataset, self.dataset_split, self.dataset_config, self.dataset_limit
-        is_graded, columns = self.reward_funcs is None or GRADING & {*self.reward_funcs}, bool(self.reward_funcs)
-        questions = load_questions(*source, self.question_column, self.answer_column, bool(is_graded), columns)
+        is_graded, columns = bool(GRADING & {*(self.reward_funcs or GRADING)}), bool(self.reward_funcs)
+        questions = load_questions(*source, self.question_column, self.answer_column, is_graded, columns)
         if is_graded:
             texts = sum(map(is_text, questions["solution"]))
             logger.info("%d answers are compared as mathematics, %d as text.", len(questions) - texts, texts)
@@ -119,6 +121,7 @@ class Recipe:
         """Train on the questions, save to `output_dir`, and return the trainer."""
         quiet()
         keep_freed_memory()
+        from transformers.utils.logging import disable_progress_bar
         from trl import get_peft_config
 
         import trl_qurl
@@ -127,6 +130,7 @@ class Recipe:
         from trl_qurl.trainers.arguments import check_reward
 
         _set_up_logging(training_args)
+        disable_progress_bar()  # they would come between the lines of the steps
         checkpoint = self._check_arguments(script_args, training_args, model_args)
         rewards = load_rewards(script_args.reward_funcs or ["accuracy_reward"])
         questions = script_args.load_questions()
@@ -162,14 +166,14 @@ class Recipe:
             saved += f", and its quantized checkpoint to {trainer.save_quantized()}"
         if not model_args.use_peft:  # an adapter would have to be merged first
             tasks = ",".join(tasks) or ("gsm8k" if script_args.dataset == DATASET else "FILE  # other questions")
-            saved += f"\nNext: trl-qurl eval {training_args.output_dir} --tasks {tasks}"
+            is_graded = GRADING & {*(script_args.reward_funcs or GRADING)}  # `eval` knows no other reward
+            command = f"eval {{}} --tasks {tasks}" if is_graded else "report {}"
+            saved += f"\nNext: trl-qurl {command.format(training_args.output_dir)}"
         trainer.accelerator.print(saved)
         return trainer
 
     def _learn(self, trainer: Any, checkpoint: str | None) -> None:
-        """Train; after Ctrl-C, name the latest checkpoint."""
-        from transformers.trainer_utils import get_last_checkpoint
-
+        """Train; after Ctrl-C, name the latest checkpoint, and after a fault in a reward function its place."""
         from trl_qurl.lab.live import live_line
 
         if trainer.model.config.get_text_config().tie_word_embeddings:  # a tied head is in no checkpoint
@@ -179,9 +183,15 @@ class Recipe:
             with live_line(trainer):
                 trainer.train(resume_from_checkpoint=checkpoint)
         except KeyboardInterrupt:
-            latest = get_last_checkpoint(trainer.args.output_dir)
+            *_, latest = "", *complete_checkpoints(trainer.args.output_dir)
             way = f"to continue from {latest}, add --resume_from_checkpoint true" if latest else "no checkpoint yet"
             raise KeyboardInterrupt(way) from None
+        except Exception as error:
+            files = {function.__code__.co_filename for function in trainer.reward_funcs if isfunction(function)}
+            *_, at = None, *(frame for frame in extract_tb(error.__traceback__) if frame.filename in files)
+            if at is None:
+                raise
+            raise ValueError(f"A reward function failed in {at.filename}, line {at.lineno}: {error!r}") from error
 
     def _check_arguments(self, script_args: Any, training_args: Any, model_args: ModelConfig) -> str | None:
         """Report wrong names before starting an engine, and return the checkpoint to resume from."""
@@ -223,6 +233,12 @@ def _without_rank(record: logging.LogRecord) -> bool:
     return True
 
 
+def complete_checkpoints(output_dir: str) -> list[str]:
+    """Return the checkpoints that a run can resume from, the latest last: trainer_state.json is written last."""
+    states = Path(output_dir).glob("checkpoint-*/trainer_state.json")
+    return sorted((str(state.parent) for state in states), key=lambda path: (len(path), path))
+
+
 def checkpoint_to_resume(requested: str | bool | None, output_dir: str) -> str | None:
     """Return the checkpoint for `resume_from_checkpoint`: a path, or `true` for the latest one in `output_dir`.
 
@@ -230,9 +246,7 @@ def checkpoint_to_resume(requested: str | bool | None, output_dir: str) -> str |
     """
     if str(requested or False).lower() == "false":
         return None
-    # trainer_state.json is written last, so a checkpoint without it is incomplete.
-    states = Path(output_dir).glob("checkpoint-*/trainer_state.json")
-    complete = sorted((str(state.parent) for state in states), key=lambda path: (len(path), path))
+    complete = complete_checkpoints(output_dir)
     is_latest = str(requested).lower() == "true"
     checkpoint = next(reversed(complete), None) if is_latest else str(requested)
     if checkpoint is None or not Path(checkpoint, "trainer_state.json").is_file():
