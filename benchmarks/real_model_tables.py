@@ -20,6 +20,7 @@ from trl_qurl.lab.runs import Run
 CONTRASTS = [
     ("bf16_again", "bf16"),  # what seeds alone do
     *((arm, "bf16") for arm in ("int8_acr", "int8_tis", "int8_naive", "int8_plain_acr", "int8_plain_naive")),
+    ("int8_acr + int8_naive", "bf16 + bf16_again"),
     ("int8_acr", "int8_tis"),
     ("int8_tis", "int8_naive"),
     ("int8_acr", "int8_plain_acr"),
@@ -48,10 +49,11 @@ def main() -> None:
     parser.add_argument("--task", choices=TASKS, default="arithmetic", help="default: arithmetic")
     parser.add_argument("--runs", type=Path, default=RESULTS, help="directory that real_model.py wrote to")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw instead")
+    parser.add_argument("--by-time", action="store_true", help="draw the reward by time, too: for runs on idle cores")
     args = parser.parse_args()
     arms = read_arms(args.runs / args.task, list(ARMS))
     if args.picture:
-        draw(arms, args.picture)
+        draw(arms, args.picture, args.by_time)
     else:
         print(arm_table(arms), contrast_table(arms), sep="\n\n")
 
@@ -94,12 +96,16 @@ def seconds(row: dict[str, Any]) -> float:
 def contrast_table(arms: Arms) -> str:
     """Format differences paired by seed, with Holm's correction over those in early reward, the surest measure."""
 
+    def mean_of(names: str, seed: int, measure: Callable[[Run], float]) -> float:
+        return mean(measure(arms[name][seed]) for name in names.split(" + "))
+
     differences = {}
     for ours, theirs in CONTRASTS:
-        seeds = sorted(arms.get(ours, {}).keys() & arms.get(theirs, {}).keys())
+        names = [*ours.split(" + "), *theirs.split(" + ")]
+        seeds = sorted(set.intersection(*({*arms.get(name, {})} for name in names)))
         if seeds:
             differences[f"{ours} − {theirs}"] = [
-                [measure(arms[ours][seed]) - measure(arms[theirs][seed]) for seed in seeds]
+                [mean_of(ours, seed, measure) - mean_of(theirs, seed, measure) for seed in seeds]
                 for measure in MEASURES.values()
             ]
     p_values = [p_value(early) for early, *_ in differences.values()]
@@ -110,7 +116,7 @@ def contrast_table(arms: Arms) -> str:
     return markdown(("difference", "seeds", *MEASURES, "p (first 20)", "Holm's p"), lines)
 
 
-def draw(arms: Arms, path: Path) -> None:
+def draw(arms: Arms, path: Path, by_time: bool) -> None:
     """Draw reward and KL, a line per arm: the mean of its seeds over five rollouts, by rollout and by time."""
     import numpy as np
     from matplotlib.figure import Figure
@@ -121,13 +127,14 @@ def draw(arms: Arms, path: Path) -> None:
     def smooth(values: Any) -> Any:
         return np.convolve(values, np.ones(5) / 5, mode="valid")
 
-    figure = Figure(figsize=(11.0, 3.6), dpi=160, layout="constrained")
-    panels = (
+    panels = [
         ("reward", "Reward by rollout", "rollout", "mean of five rollouts"),
-        ("reward", "Reward by time", "minutes", ""),
         ("mismatch/kl_k3", "KL(engine ‖ policy)", "rollout", "nats per token"),
-    )
-    for axes, (metric, title, x, unit) in zip(figure.subplots(1, 3), panels, strict=True):
+    ]
+    if by_time:
+        panels.insert(1, ("reward", "Reward by time", "minutes", ""))
+    figure = Figure(figsize=(9.0 + 2 * by_time, 3.6), dpi=160, layout="constrained")
+    for axes, (metric, title, x, unit) in zip(figure.subplots(1, len(panels)), panels, strict=True):
         for arm, (label, color, dashes) in SHOWN.items():
             if runs := arms.get(arm, {}).values():
                 shown = smooth(curve(runs, itemgetter(metric)))
@@ -138,9 +145,10 @@ def draw(arms: Arms, path: Path) -> None:
         axes.set_ylabel(unit)
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
-    for axes in figure.axes[:2]:
+    for axes in figure.axes[:-1]:
         axes.set_ylim(0, 1)
-    figure.axes[2].set_yscale("log")
+    figure.axes[-1].set_yscale("log", subs=(2, 5))
+    figure.axes[-1].yaxis.set(major_formatter="{x:g}", minor_formatter="{x:g}")
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -39,7 +39,8 @@ def test_metrics_over_rollouts():
     # Window 3: the neighbors on either side, and at the ends only one: (1+5)/2, (1+5+3)/3, (5+3+4)/3, (3+4+2)/3, 3.
     assert smooth(points, 3).values.tolist() == [3, 3, 4, 3, 3]
     assert smooth(points, 1).values.tolist() == points.values.tolist()
-    assert final_value(Points(np.arange(1.0, 31), np.arange(1.0, 31))) == 20.5  # the mean of 11 to 30
+    assert final_value(Points(np.arange(1.0, 51), np.arange(1.0, 51))) == 40.5  # the mean of 31 to 50
+    assert final_value(Points(np.arange(1.0, 8), np.arange(1.0, 8))) == 5.5  # the mean of 4 to 7
     assert final_value(Points(np.array([50.0, 100]), np.array([1.0, 3]))) == 3  # logged every 50 rollouts
     assert final_value(Points(np.array([0.0, 10]), np.array([1.0, 3]))) == 3, "not what was before training"
     assert final_value(Points(np.empty(0), np.empty(0))) is None

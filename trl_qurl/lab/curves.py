@@ -38,8 +38,9 @@ def points_of(run: Run, metric: str) -> Points:
 
 
 def final_value(points: Points, window: int = FINAL_ROLLOUTS) -> float | None:
-    """Average the metric over the `window` rollouts up to its last logged value, without that before training."""
-    values = points.values[points.rollouts > max(0, max(points.rollouts, default=0) - window)]
+    """Average the metric over the `window` rollouts up to its last logged value, or over the last half of a run."""
+    last = max(points.rollouts, default=0)
+    values = points.values[points.rollouts > last - min(window, math.ceil(last / 2))]
     return float(values.mean()) if values.size else None
 
 

@@ -68,7 +68,7 @@ def run_child(
 ) -> None:
     """Run a command to completion in a separate process group; its output replaces the contents of `log`.
 
-    While it runs, `meanwhile` is called with the last output line, once per `every` seconds. If the command fails,
+    `meanwhile` is called with the last output line, every so many seconds and at the end. If the command fails,
     raises `ChildFailure` with its last output lines.
     """
     words = [os.fspath(word) for word in command]
@@ -101,6 +101,7 @@ def run_child(
             f"lines:\n{last_lines(log, 25)}",
             process.returncode,
         )
+    meanwhile(last_lines(log, 1))
 
 
 def call_in_child(function: Callable[[Any], Any], argument: Any, failure: str, shows_output: bool = False) -> Any:

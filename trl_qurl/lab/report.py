@@ -117,8 +117,8 @@ def build_table(runs: Runs) -> Table:
     """Build a table with one row per run."""
     metrics = (*held_out_scores(runs), "reward", "mismatch/kl_k3")
     caption = (
-        f"Means of the last {FINAL_ROLLOUTS} rollouts, the largest ρ of the run, and the seconds per rollout with its "
-        "updates, including those for generation and sync.\n" + "\n".join(runs)
+        f"Means of the last {FINAL_ROLLOUTS} rollouts (in short runs of the last half), the largest ρ of the run, and "
+        "the seconds per rollout with its updates, including those for generation and sync.\n" + "\n".join(runs)
     )
     headings = [name.replace("_", " ") for name in metrics[:-1]]
     table = new_table("", caption, ["run"], (*headings, "KL", "largest ρ", "seconds", "generate", "sync"))

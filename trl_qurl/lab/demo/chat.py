@@ -134,7 +134,7 @@ def run_chat_demo(model: str, scheme: str | None, output_dir: Path, rollouts: in
         append_row(output_dir / RUN_LOG, {"step": step, "held_out_accuracy": share, "held_out_answers": len(after)})
     kl = [value for _, value in read_run(output_dir).series("mismatch/kl_k3")]
     console.print(
-        f"Greedy answers to 32 held-out questions: {first:.2f} right before, {last:.2f} after {rollouts} rollouts in "
+        f"Greedy answers to 32 held-out questions: {first:.2f} before, {last:.2f} after {rollouts} rollouts in "
         f"{minutes:.1f} minutes.\nKL between engine and policy: {kl[0]:.2g} nats per token at the start, "
         f"{kl[-1]:.2g} at the end."
     )

@@ -79,8 +79,7 @@ def measure(trainer: Trainer, problem_ids: Tensor) -> Measurement:
 
 def print_table(before: Measurement, after: Measurement, name: str, console: Console) -> None:
     """Print the accuracies before and after training."""
-    title = f"Three-digit addition, {HELD_OUT_PROBLEMS} held-out problems"
-    table = new_table(title, "", ["accuracy"], ("before", "after", "change"))
+    table = new_table(f"{HELD_OUT_PROBLEMS} held-out additions", "", ["accuracy"], ("before", "after", "change"))
     labels = ("full-precision policy, expected", "full-precision policy, greedy", f"{name} actor, greedy")
     for label, old, new in zip(labels, before, after, strict=True):
         table.add_row(label, f"{old:.3f}", f"{new:.3f}", f"{new - old:+.3f}")
