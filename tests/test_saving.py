@@ -33,12 +33,7 @@ engines = [pytest.mark.vllm, pytest.mark.xdist_group("saving")]
 def saved(run_scenario, tmp_path_factory):
     """Directory, and records: full weights, and PPO with LoRA, each with and without saving."""
     directory = tmp_path_factory.mktemp("saving")
-    runs = {
-        "full": ["--save"],
-        "full unsaved": [],
-        "lora": ["--save", "--lora"],
-        "lora unsaved": ["--lora"],
-    }
+    runs = {"full": ["--save"], "full unsaved": [], "lora": ["--save", "--lora"], "lora unsaved": ["--lora"]}
     arguments = [part for name, options in runs.items() for part in ["--and", directory / name, *options]]
     records = run_scenario("saving.py", *arguments[1:])
     return directory, dict(zip(runs, records, strict=True))
