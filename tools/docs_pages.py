@@ -59,7 +59,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         path = ROOT / source
         given: dict[str, str] = {"abs_src_path": str(path)}
         if path.suffix == ".ipynb":
-            given = {"content": notebook_page(json.loads(path.read_text(encoding="utf-8"))["cells"])}
+            copy = f"files/{path.name}"
+            files.append(File.generated(config, copy, abs_src_path=str(path)))
+            first, *others = notebook_page(json.loads(path.read_text(encoding="utf-8"))["cells"])
+            # As HTML, because the link is not one of the repository.
+            link = f'<a href="../{copy}" download>Download this notebook</a>'
+            given = {"content": "\n\n".join([first, link, *others])}
         files.append(File.generated(config, uri, **given))
     return files
 
@@ -92,14 +97,14 @@ def _page(path: str) -> str | None:
     return path.removeprefix("docs/") if is_page else ELSEWHERE.get(path)
 
 
-def notebook_page(cells: list[dict[str, Any]]) -> str:
-    """Return a notebook as Markdown: its texts, its code, and the outputs that are stored in it."""
+def notebook_page(cells: list[dict[str, Any]]) -> list[str]:
+    """Return the parts of a notebook as Markdown: its texts, its code, and the outputs that are stored in it."""
     parts = []
     for cell in cells:
         source = BADGE.sub("", "".join(cell["source"]))
         parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
         parts += [_shown(output) for output in cell.get("outputs", [])]
-    return "\n\n".join(parts)
+    return parts
 
 
 def _shown(output: dict[str, Any]) -> str:
@@ -124,9 +129,10 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 def on_page_content(page_html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Show a default factory as its value (`['lm_head']` for `(lambda: ['lm_head'])()`).
 
-    Also mark where long names in tables may break on a narrow screen.
+    Also mark where long names in tables may break on a narrow screen, and let a picture open in its own size.
     """
     page_html = re.sub(r"\(lambda: ([^()]*)\)\(\)", r"\1", page_html)
+    page_html = re.sub(r'<img [^>]*src="(?!data:)([^"]+)"[^>]*>', r'<a href="\1">\g<0></a>', page_html)
     return CELL.sub(lambda cell: CODE.sub(_breakable, cell[0]), page_html)
 
 
