@@ -110,7 +110,7 @@ def contrast_table(arms: Arms) -> str:
             ]
     p_values = [p_value(early) for early, *_ in differences.values()]
     lines = [
-        (name, str(len(values[1])), *(plus_minus(stated(each)) for each in values), f"{p:.3f}", f"{corrected:.2f}")
+        (name, str(len(values[1])), *(plus_minus(stated(each)) for each in values), f"{p:.3f}", f"{corrected:.3f}")
         for (name, values), p, corrected in zip(differences.items(), p_values, holm(p_values), strict=True)
     ]
     return markdown(("difference", "seeds", *MEASURES, "p (first 20)", "Holm's p"), lines)
