@@ -16,8 +16,8 @@ from transformers.trainer_callback import CallbackHandler
 
 from trl_qurl import QuRLGRPOConfig, QuRLPPOConfig
 from trl_qurl.lab import live, progress
-from trl_qurl.lab.live import live_line
-from trl_qurl.lab.progress import StepLineCallback, step_line, use_step_lines
+from trl_qurl.lab.live import live_line, step_line
+from trl_qurl.lab.progress import StepLineCallback, use_step_lines
 
 ROW = {
     "loss": 0.01,

@@ -38,9 +38,8 @@ def points_of(run: Run, metric: str) -> Points:
 
 
 def final_value(points: Points, window: int = FINAL_ROLLOUTS) -> float | None:
-    """Average the metric over the `window` rollouts up to its last logged value, or over the last half of a run."""
-    last = max(points.rollouts, default=0)
-    values = points.values[points.rollouts > last - min(window, math.ceil(last / 2))]
+    """Average the metric over the `window` rollouts up to its last logged value."""
+    values = points.values[points.rollouts > max(points.rollouts, default=0) - window]
     return float(values.mean()) if values.size else None
 
 

@@ -1,17 +1,32 @@
-"""A line that says what a run is doing, rewritten on a terminal and repeated in a log."""
+"""Lines that say what a run is doing: one while it works, rewritten on a terminal, and one for each step."""
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta
 from typing import Any
 
 CLEAR = "\x1b[K"  # of a terminal's line
+
+METRICS = {
+    "expected_accuracy": "accuracy {:.3f}",  # logged by the demo
+    "reward": "reward {:.3f}",
+    "mismatch/kl_k3": "KL {:.1e}",
+    "critic/explained_variance": "critic {:.2f}",
+    "clip_ratio/region_mean": "clip {:.1%}",
+    "completions/mean_length": "length {:.0f}",
+    "completions/clipped_ratio": "cut {:.0%}",
+    "throughput/generated_tokens_per_s": "{:.0f} tok/s",
+}
+"""Metrics of a line, with their formats."""
+
+ALARMS = ("loss", "grad_norm")  # shown only if they are not finite, which indicates a fault
 
 
 @contextmanager
@@ -65,6 +80,28 @@ def show_in_place(line: str, is_last: bool = False) -> None:
         print(f"{CLEAR}\x1b[?7l{line}\x1b[?7h", end=end, flush=True)  # cut off at the terminal's width
     else:
         print(f"{datetime.now():%Y-%m-%d %H:%M:%S}  {line}", flush=True)
+
+
+def step_line(logs: Mapping[str, Any], step: int, steps: int, step_s: float | None = None, widths: Any = None) -> str:
+    """Format a logged row as one line: `METRICS` and the pace, or all numbers of a row without any of `METRICS`.
+
+    `step` of `steps` are done, each in `step_s` seconds, if known. `widths` of columns, by metric, are updated.
+    """
+    if "train_runtime" in logs:
+        return f"{step}/{steps}  trained for {clock(logs['train_runtime'])}"
+    numbers = {name: value for name, value in logs.items() if isinstance(value, int | float) and name != "epoch"}
+    fields = [f"{name} {numbers[name]}" for name in ALARMS if not math.isfinite(numbers.get(name, 0.0))]
+    fields += ["eval"] * any(name.startswith("eval_") for name in numbers)
+    numbers = {name.removeprefix("eval_"): value for name, value in numbers.items()}
+    known = {name: form.format(numbers[name]) for name, form in METRICS.items() if name in numbers}
+    if widths is not None and "loss" in logs:  # not of evaluations, which have other columns
+        widths |= {name: max(len(text), widths.get(name, 0)) for name, text in known.items()}
+        known = {name: known.get(name, "").ljust(widths[name]) for name in METRICS if name in widths}
+    fields += known.values() or [f"{name} {value:.5g}" for name, value in numbers.items()]
+    if step_s is not None and "loss" in logs:
+        fields += [f"{step_s:.3g} s/step", f"left {clock(step_s * (steps - step))}"]
+    place = f"{step:>{len(str(steps))}}/{steps}" if steps else "before training"
+    return "  ".join((place, *fields)).rstrip()
 
 
 def clock(seconds: float) -> str:

@@ -16,26 +16,12 @@ from typing import Any
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainerState
 
 from trl_qurl.config.rollout import QuantizedRolloutsConfig
-from trl_qurl.lab.live import CLEAR, clock
+from trl_qurl.lab.live import CLEAR, step_line
 from trl_qurl.quantization.plan import format_name
 
 logger = logging.getLogger(__name__)
 
-METRICS = {
-    "expected_accuracy": "accuracy {:.3f}",  # logged by the demo
-    "reward": "reward {:.3f}",
-    "mismatch/kl_k3": "KL {:.1e}",
-    "critic/explained_variance": "critic {:.2f}",
-    "clip_ratio/region_mean": "clip {:.1%}",
-    "completions/mean_length": "length {:.0f}",
-    "completions/clipped_ratio": "cut {:.0%}",
-    "throughput/generated_tokens_per_s": "{:.0f} tok/s",
-}
-"""Metrics of a line, with their formats."""
-
 PATIENCE = 3  # rows of rollouts
-
-ALARMS = ("loss", "grad_norm")  # shown only if they are not finite, which indicates a fault
 
 
 class StepLineCallback(TrainerCallback):
@@ -45,9 +31,8 @@ class StepLineCallback(TrainerCallback):
     _started = 0.0
     _first_step = 0
     _widths: Mapping[str, int] = {}
-    _alike = 0  # latest rows of rollouts with nothing to learn from
+    _alike, _reason = 0, ""  # latest rows of rollouts with nothing to learn from, and why
     _has_learned = False
-    _reason = ""  # why the latest row has nothing to learn from
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Print the plan of the run and start the clock."""
@@ -111,25 +96,3 @@ def _plan(args: Any, steps: int) -> str:
         f"{steps} steps: {rollouts} of {answers} answers ({questions} questions x {args.num_generations}), "
         f"up to {args.max_completion_length} tokens, {updates:g} updates each ({args.objective}){rise}"
     )
-
-
-def step_line(logs: Mapping[str, Any], step: int, steps: int, step_s: float | None = None, widths: Any = None) -> str:
-    """Format a logged row as one line: `METRICS` and the pace, or all numbers of a row without any of `METRICS`.
-
-    `step` of `steps` are done, each in `step_s` seconds, if known. `widths` of columns, by metric, are updated.
-    """
-    if "train_runtime" in logs:
-        return f"{step}/{steps}  trained for {clock(logs['train_runtime'])}"
-    numbers = {name: value for name, value in logs.items() if isinstance(value, int | float) and name != "epoch"}
-    fields = [f"{name} {numbers[name]}" for name in ALARMS if not math.isfinite(numbers.get(name, 0.0))]
-    fields += ["eval"] * any(name.startswith("eval_") for name in numbers)
-    numbers = {name.removeprefix("eval_"): value for name, value in numbers.items()}
-    known = {name: form.format(numbers[name]) for name, form in METRICS.items() if name in numbers}
-    if widths is not None and "loss" in logs:  # not of evaluations, which have other columns
-        widths |= {name: max(len(text), widths.get(name, 0)) for name, text in known.items()}
-        known = {name: known.get(name, "").ljust(widths[name]) for name in METRICS if name in widths}
-    fields += known.values() or [f"{name} {value:.5g}" for name, value in numbers.items()]
-    if step_s is not None and "loss" in logs:
-        fields += [f"{step_s:.3g} s/step", f"left {clock(step_s * (steps - step))}"]
-    place = f"{step:>{len(str(steps))}}/{steps}" if steps else "before training"
-    return "  ".join((place, *fields)).rstrip()

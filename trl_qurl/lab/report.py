@@ -7,6 +7,7 @@ healthy and faster. It needs only run logs: no torch, no TRL.
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -68,8 +69,7 @@ def label_runs(runs: Sequence[Run]) -> dict[str, Run]:
 
     Settings that some runs did not record, such as those of a newer TRL, are not compared.
     """
-    recorded = [name for name in runs[0].settings if all(name in run.settings for run in runs)]
-    names = [name for name in recorded if not BOOKKEEPING.match(name)]
+    names = [n for n in runs[0].settings if all(n in run.settings for run in runs) and not BOOKKEEPING.match(n)]
     differing = [name for name in names if len({str(run.settings[name]) for run in runs}) > 1]
     shown = differing or [name for name in names if name in ("rollout_quantization", "objective")]
     shown.sort(key=lambda name: UNNAMED.index(name) if name in UNNAMED else len(UNNAMED))
@@ -124,7 +124,8 @@ def build_table(runs: Runs) -> Table:
     table = new_table("", caption, ["run"], (*headings, "KL", "largest ρ", "seconds", "generate", "sync"))
     table.columns[0].min_width = 12
     for label, run in runs.items():
-        means = [final_value(points_of(run, name)) for name in metrics]
+        half = math.ceil(max(points_of(run, "reward").rollouts, default=2) / 2)
+        means = [final_value(points_of(run, name), min(half, FINAL_ROLLOUTS)) for name in metrics]
         largest = max(points_of(run, "mismatch/ratio_max").values, default=None)
         seconds = [value or None for value in seconds_per_rollout(run)]
         table.add_row(label.partition(":")[0], *map(_format, [*means, largest, *seconds]))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainerCallback
 
 from trl_qurl.lab.demo.evaluate import measure_policy
-from trl_qurl.lab.progress import step_line
+from trl_qurl.lab.live import step_line
 from trl_qurl.trainers.run_log import RUN_LOG, append_row
 
 if TYPE_CHECKING:
