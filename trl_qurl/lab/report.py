@@ -78,7 +78,7 @@ def label_runs(runs: Sequence[Run]) -> dict[str, Run]:
         settings = [_describe(name, run.settings[name]) for name in shown[:4]] + ["..."] * (len(shown) > 4)
         place = run.path.resolve().parent.name if run.path.name == RUN_LOG else run.path.name.partition(".")[0]
         number = 1 + sum(label.partition(":")[0].partition(" #")[0] == place for label in labels)
-        labels[f"{place}{f' #{number}' * (number > 1)}: {', '.join(settings)}"] = run
+        labels[f"{place}{f' #{number}' * (number > 1)}: {', '.join(settings)}".removesuffix(": ")] = run
     return labels
 
 
