@@ -89,7 +89,9 @@ def execute(path: Path, directory: Path, sizes: dict, python: Path | str) -> nbf
     assert sizes.keys() <= set(names), "sizes that the notebook does not have"
     # Other sizes keep their values, and new ones in the notebook need no change here.
     cell.source += f"\nsizes |= {sizes!r}"
-    kernel = jupyter_client.AsyncKernelManager(kernel_name="python3")
+    # Not over TCP: a process that takes one of the chosen ports first makes the kernel wait forever.
+    sockets = str(Path(python).parent / directory.name)
+    kernel = jupyter_client.AsyncKernelManager(kernel_name="python3", transport="ipc", ip=sockets)
     # A fork's parent is not who asked for it, and a kernel that has lost its parent ends.
     kernel.kernel_spec.argv = [str(python), *kernel.kernel_spec.argv[1:], "--IPKernelApp.parent_handle=0"]
     places = {"metadata": {"path": str(directory)}}
