@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
+from unittest.mock import MagicMock
 
 import pytest
 import yaml
@@ -237,30 +238,23 @@ def test_reward_functions_by_name_and_by_path(my_rewards):
 @pytest.mark.parametrize("recipe", [grpo, ppo, rloo], ids=["grpo", "ppo", "rloo"])
 @pytest.mark.parametrize("is_graded", [False, True])
 def test_reward_functions_reach_the_trainer(recipe, is_graded, my_rewards, model, tmp_path, monkeypatch):
-    class Built(Exception):
-        """What the trainer was built with."""
-
-    def build(**arguments):
-        raise Built(arguments)
-
-    monkeypatch.setattr(trl_qurl, f"QuRL{recipe.__name__.rpartition('.')[2].upper()}Trainer", build)
+    monkeypatch.setattr(trl_qurl, f"QuRL{recipe.__name__.rpartition('.')[2].upper()}Trainer", built := MagicMock())
     (tmp_path / "few.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
     (tmp_path / "q.jsonl").write_text('{"question": "1 + 1?", "level": 2, "answer": "2"}\n')
     names = [f"{my_rewards}.level_reward", *["accuracy_reward"] * is_graded]
     argv = ["--model", model, "--dataset", tmp_path / "q.jsonl", "--reward_funcs", *names, "--output_dir", tmp_path]
-    with pytest.raises(Built) as caught:
-        recipe.train(*recipe.parse_arguments([*ON_CPU, *map(str, argv)]))
+    trainer = recipe.train(*recipe.parse_arguments([*ON_CPU, *map(str, argv)]))
     with pytest.raises(
         ValueError, match=r"'level_reward' \(missing .* 'level'\): it passes .* question, answer.* by name"
     ):
         recipe.train(*recipe.parse_arguments([*ON_CPU, *map(str, argv), "--dataset", str(tmp_path / "few.jsonl")]))
-    [built] = caught.value.args
-    assert [function.__name__ for function in built["reward_funcs"]] == ["level_reward", "accuracy_reward"][
-        : len(names)
-    ]
-    [row] = built["train_dataset"]
+    given = built.call_args.kwargs
+    assert [function.__name__ for function in given["reward_funcs"]] == [name.split(".")[-1] for name in names]
+    [row] = given["train_dataset"]
     assert (row["level"], row["answer"], row.get("solution")) == (2, "2", "$2$" if is_graded else None)
     assert row["prompt"][0]["content"].endswith("boxed{}.") == is_graded
+    # `eval` cannot know a reward of one's own.
+    assert ("eval" if is_graded else "report") in str(trainer.accelerator.print.call_args).partition("Next: ")[2]
 
 
 def test_saving_in_8_bits_needs_a_format(tmp_path):
