@@ -87,7 +87,6 @@ def execute(path: Path, directory: Path, sizes: dict, python: Path | str) -> nbf
     [cell] = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ())]
     names = re.findall(r'^    "(\w+)":', cell.source, re.MULTILINE)
     assert sizes.keys() <= set(names), "sizes that the notebook does not have"
-    # Other sizes keep their values, and new ones in the notebook need no change here.
     cell.source += f"\nsizes |= {sizes!r}"
     # Not over TCP: a process that takes one of the chosen ports first makes the kernel wait forever.
     sockets = str(Path(python).parent / directory.name)
