@@ -29,6 +29,7 @@ class Arm:
         lora: whether an adapter is trained, of rank 16 on all linear layers but the head.
         algorithm: of the demonstration.
         is_delayed: whether the weights of one rollout before sample each, as with `rollouts_ahead=1`.
+        seed_offset: is added to the seed: other problems and other noise than the arms it is compared with.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Arm:
     lora: bool = False
     algorithm: str = "grpo"
     is_delayed: bool = False
+    seed_offset: int = 0
 
     @property
     def is_repeatable(self) -> bool:
@@ -200,6 +202,19 @@ def _ahead() -> Experiment:
     return Experiment("ahead", "Which objective corrects for rollouts that are one rollout old?", tuple(arms))
 
 
+def _seeds() -> Experiment:
+    """The default and the claims about INT3, since `seed` reaches the engine, beside the noise of seeds alone."""
+    common: dict[str, Any] = {"seeds": tuple(range(10))}
+    plain = {"objective": "naive"}
+    arms = [Arm("bf16", None, plain, **common), Arm("bf16_again", None, plain, seed_offset=1000, **common)]
+    arms += [Arm("int8_default", "int8", {"smooth_activations": None}, **common)]
+    arms += [
+        Arm(f"int3_{objective}", "int3", {"objective": objective}, **common)
+        for objective in ("naive", "quantized_ratio", "tis", "acr")
+    ]
+    return Experiment("seeds", "What do ten independent seeds show?", tuple(arms))
+
+
 EXPERIMENTS = {
     experiment.name: experiment
     for experiment in (
@@ -214,5 +229,6 @@ EXPERIMENTS = {
         _rloo(),
         _actors(),
         _ahead(),
+        _seeds(),
     )
 }

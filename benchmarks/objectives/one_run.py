@@ -78,7 +78,7 @@ def train_arm(arm: Arm, seed: int, policy_dir: Path, provenance: dict[str, Any],
             arm.scheme,
             Path(output_dir),
             arm.rollouts,
-            seed,
+            seed + arm.seed_offset,
             **{
                 "max_steps": arm.rollouts * updates,
                 "logging_steps": updates,
@@ -105,6 +105,7 @@ def train_arm(arm: Arm, seed: int, policy_dir: Path, provenance: dict[str, Any],
         run = read_run(output_dir)
     settings = {name: run.settings[name] for name in KEPT_SETTINGS if name in run.settings}
     settings |= {"activation_bits": arm.activation_bits, "is_delayed": arm.is_delayed, "arm": arm.name, **provenance}
+    settings |= {"seed": seed, "seed_offset": arm.seed_offset}
     write_short_log(settings, run.rows, place)
 
 

@@ -80,6 +80,11 @@ CONTRASTS: dict[str, list[tuple[str, str]]] = {
         *((f"bf16_ahead_{name}", "bf16_ahead_naive") for name in AHEAD[1:]),
         *((f"bf16_4_ahead_{name}", "bf16_4") for name in AHEAD[:2]),
     ],
+    "seeds": [
+        *((arm, "bf16") for arm in ("bf16_again", "int8_default", "int3_naive", "int3_tis", "int3_acr")),
+        *((f"int3_{name}", "int3_naive") for name in ("quantized_ratio", "tis", "acr")),
+        ("int3_acr", "int3_tis"),
+    ],
     "rloo": [
         *((f"{scheme}_{name}", "bf16") for scheme in ("int8", "int3") for name in ("naive", "tis")),
         *((f"{scheme}_tis", f"{scheme}_naive") for scheme in ("int8", "int3")),
