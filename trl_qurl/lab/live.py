@@ -18,7 +18,7 @@ METRICS = {
     "expected_accuracy": "accuracy {:.3f}",  # logged by the demo
     "reward": "reward {:.3f}",
     "mismatch/kl_k3": "KL {:.1e}",
-    "critic/explained_variance": "critic {:.2f}",
+    "critic/explained_variance": "critic {:z.2f}",
     "clip_ratio/region_mean": "clip {:.1%}",
     "completions/mean_length": "length {:.0f}",
     "completions/clipped_ratio": "cut {:.0%}",
