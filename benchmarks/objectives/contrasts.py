@@ -208,6 +208,8 @@ def main(argv: list[str] | None = None) -> None:
     print(
         f"\n### All {len(everything)} differences; shown are those with p < {LEVEL}\n\n{table_of(everything, LEVEL)}"
     )
+    seeds = [study.accuracy("seeds", *pair) for pair in CONTRASTS["seeds"]]
+    print(f"\n### Ten independent seeds: {len(seeds)} differences in accuracy\n\n{table_of(seeds)}")
     print(f"\n### INT8 rollouts against BF16 rollouts\n\n{table_of(study.with_int8())}")
     lines = [
         (name, *(f"{stated_difference(stated(values))} ({len(values)})" for values in study.pooled(name)))
