@@ -25,7 +25,7 @@ from trl_qurl.lab.runs import Run
 
 ALIKE = ("bf16", "bf16_again", "int8_naive", "int8_tis", "int8_acr")
 COMPLETIONS = 32
-ANSWERS = {"reward, first 20": 20 * COMPLETIONS, "last ten": 10 * COMPLETIONS, "accuracy": 256}
+ANSWERS = {"reward, first 20": 20 * COMPLETIONS, "last ten": 10 * COMPLETIONS, "accuracy": 256, "full precision": 256}
 """Right or wrong answers in each measure."""
 
 

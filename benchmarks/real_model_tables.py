@@ -20,7 +20,7 @@ from trl_qurl.lab.runs import Run
 CONTRASTS = [
     ("bf16_again", "bf16"),  # what seeds alone do
     *((arm, "bf16") for arm in ("int8_acr", "int8_tis", "int8_naive", "int8_plain_acr", "int8_plain_naive")),
-    ("int8_acr + int8_naive", "bf16 + bf16_again"),
+    ("int8_acr + int8_tis + int8_naive", "bf16 + bf16_again"),
     ("int8_acr", "int8_tis"),
     ("int8_tis", "int8_naive"),
     ("int8_acr", "int8_plain_acr"),
@@ -40,6 +40,7 @@ MEASURES: dict[str, Any] = {
     "reward, first 20": lambda run: mean(row["reward"] for row in rollouts(run)[:20]),
     "last ten": lambda run: mean(row["reward"] for row in rollouts(run)[-10:]),
     "accuracy": lambda run: run.settings["engine"],  # of the policy that is served
+    "full precision": lambda run: run.settings["full_precision"],
 }
 
 
