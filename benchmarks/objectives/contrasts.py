@@ -10,7 +10,7 @@ over formats or caps gets its interval from one value per seed, too.
 
 import argparse
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,7 +29,8 @@ from benchmarks.objectives.summary import (
     stated,
     stated_difference,
 )
-from trl_qurl.lab.curves import FINAL_ROLLOUTS
+from trl_qurl.lab.curves import FINAL_ROLLOUTS, points_of
+from trl_qurl.lab.runs import Run
 
 WINDOWS = (10, 20, 30, 40, 60)
 LEVEL = 0.05
@@ -180,6 +181,14 @@ class Study:
         return [value for part in parts for value in part.values], [float(np.mean(v)) for v in by_seed.values()]
 
 
+def correlation(runs: Mapping[int, Run]) -> float:
+    """Mean correlation of the rewards of two seeds, rollout by rollout, about their means over eleven rollouts."""
+    rewards = [points_of(run, "reward").values for run in runs.values()]
+    trends = [np.convolve(np.pad(values, 5, mode="edge"), np.full(11, 1 / 11), mode="valid") for values in rewards]
+    found = np.corrcoef(np.array(rewards) - trends)
+    return float(found[np.triu_indices(len(found), 1)].mean())
+
+
 def table_of(differences: Sequence[Difference], only_below: float = math.inf) -> str:
     """One line per difference, the smallest p-value first; Holm's correction is over all of `differences`."""
     p_values = [p_value(found.values) for found in differences]
@@ -211,6 +220,8 @@ def main(argv: list[str] | None = None) -> None:
     seeds = [study.accuracy("seeds", *pair) for pair in CONTRASTS["seeds"]]
     print(f"\n### Ten independent seeds: {len(seeds)} differences in accuracy\n\n{table_of(seeds)}")
     print(f"\n### INT8 rollouts against BF16 rollouts\n\n{table_of(study.with_int8())}")
+    apart = [f"{name} {correlation(study.arms(name)['bf16']):+.3f}" for name in ("main", "seeds")]
+    print(f"\n### Correlation of the rewards of two seeds, BF16\n\n{', '.join(apart)}")
     lines = [
         (name, *(f"{stated_difference(stated(values))} ({len(values)})" for values in study.pooled(name)))
         for name in POOLED
