@@ -25,9 +25,8 @@ def test_every_claim_has_a_verdict_a_command_and_evidence():
 def test_figures_are_those_of_the_study_and_the_stored_runs():
     arms, kl = read_arms(RESULTS / "arithmetic", ARMS), {}
     for arm, (_, *shown) in zip(SHOWN, rows(PAGE, "A real model"), strict=True):
-        seeds, *learned, first, last, _, ratio = (
-            arm_table({arm: arms[arm]}).splitlines()[-1].strip("| ").split(" | ")[1:10]
-        )
+        cells = arm_table({arm: arms[arm]}).splitlines()[-1].strip("| ").split(" | ")
+        seeds, *learned, first, last, _, ratio = cells[1:10]
         assert shown == [seeds, *(learned[i].replace("0.", ".") for i in (0, 2)), first, last, ratio], arm
         kl[arm] = f"{float(first):.3f}"
     assert "a KL of {int8_acr} instead of {int8_plain_acr}".format(**kl) in PAGE.read_text()

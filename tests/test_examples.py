@@ -124,7 +124,6 @@ def test_the_command_with_a_settings_file_and_own_questions(model, questions, wa
     printed = run([warm_python, BIN / "trl-qurl", "grpo"], settings | {"rollout_quantization": "none"}, tmp_path)
     policy = tmp_path / "policy"
     assert f"Policy saved to {policy}\nNext: trl-qurl eval {policy} --tasks FILE" in printed.stdout
-    assert "INFO: Starting vLLM.\n" in printed.stderr, "it is eager, and there is one process"
-    assert "Writing model shards" not in printed.stderr, "a bar between the lines of steps"
+    assert "INFO: Starting vLLM.\n" in printed.stderr and "Writing model shards" not in printed.stderr  # eager; no bar
     assert printed.stderr.count("No accelerator found: training on the CPU") == (not torch.accelerator.is_available())
     assert_trained(tmp_path, model, steps=1)

@@ -89,8 +89,7 @@ def execute(path: Path, directory: Path, sizes: dict, python: Path | str) -> nbf
     assert sizes.keys() <= set(names), "sizes that the notebook does not have"
     cell.source += f"\nsizes |= {sizes!r}"
     # Not over TCP: a process that takes one of the chosen ports first makes the kernel wait forever.
-    sockets = str(Path(python).parent / directory.name)
-    kernel = jupyter_client.AsyncKernelManager(kernel_name="python3", transport="ipc", ip=sockets)
+    kernel = jupyter_client.AsyncKernelManager(transport="ipc", ip=str(Path(python).parent / directory.name))
     # A fork's parent is not who asked for it, and a kernel that has lost its parent ends.
     kernel.kernel_spec.argv = [str(python), *kernel.kernel_spec.argv[1:], "--IPKernelApp.parent_handle=0"]
     places = {"metadata": {"path": str(directory)}}

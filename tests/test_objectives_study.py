@@ -103,7 +103,8 @@ def figure(found):
 
 def test_the_page_states_the_differences_of_the_logs():
     page = ROOT / "benchmarks" / "study.md"
-    table, text = contrasts.Study().table(), page.read_text()
+    study = contrasts.Study()
+    table, text = study.table(), page.read_text()
     stated = {row[0]: row[1:] for row in rows(page, "Objectives and formats") if row[0] in contrasts.TABLE}
     expected = {
         name: [figure(table[name, scheme]) if (name, scheme) in table else "" for scheme in summary.SCHEMES]
@@ -116,6 +117,12 @@ def test_the_page_states_the_differences_of_the_logs():
     assert remaining == {(ratio, "int4"), (ratio, "int3")}
     assert f"has {len(table)} differences" in text
     assert "leaves two: `quantized_ratio` − `naive` with INT4 and INT3" in text
+    ten, pairs = study.arms("seeds"), summary.CONTRASTS["seeds"]
+    accuracies = [summary.plus_minus(summary.summarize(runs)["accuracy"]).replace("0.", ".") for runs in ten.values()]
+    differences = [figure(study.accuracy("seeds", *pair)).rstrip("‡") for pair in pairs]
+    assert [row[1] for row in rows(page, "Ten independent seeds")] == [*accuracies, *differences]
+    before, since = (contrasts.correlation(study.arms(name)["bf16"]) for name in ("main", "seeds"))
+    assert f"{before:.3f}; since then {since:+.3f})".replace("0.", ".").replace("-", "−") in text
 
 
 @pytest.mark.parametrize("merges", [True, False], ids=["merged", "beside the base"])

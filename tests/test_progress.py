@@ -39,8 +39,8 @@ def test_the_line_of_a_step_shows_the_metrics_that_there_are():
     row = {"loss": 0.0, "grad_norm": 0.1, "reward": None, "clip_ratio/region_mean": 0.0, "epoch": 0.1}
     assert step_line(row, 2, 3, 5) == "2/3  clip 0.0%  5 s/step  left 0:00:05"
     assert step_line(row, 2, 3, None) == "2/3  clip 0.0%"
-    row |= {"expected_accuracy": 0.47, "reward": 0.5}
-    assert step_line(row, 2, 3) == "2/3  accuracy 0.470  reward 0.500  clip 0.0%"
+    row |= {"expected_accuracy": 0.47, "reward": 0.5, "critic/explained_variance": -0.001}
+    assert step_line(row, 2, 3) == "2/3  accuracy 0.470  reward 0.500  critic 0.00  clip 0.0%"
     row = ROW | {"grad_norm": math.nan, "reward": math.nan}
     assert step_line(row, 2, 3, 1.0).startswith("2/3  grad_norm nan  reward nan  KL")
 

@@ -80,7 +80,7 @@ class QuantizedRolloutsConfig:
 
         sync_check_interval: Syncs between probes of the engine; 0 for none, and no digests, which otherwise compare
             all tensors on both sides at every sync. The probe compares the engine's log-probabilities of fixed prompts
-            with the trainer's own quantized forward pass, where it has one. Always at the first sync, and over NCCL.
+            with the trainer's own quantized forward pass, where it has one; always at the first sync, and over NCCL.
 
     > Guard
 
