@@ -23,6 +23,7 @@ from peft import LoraConfig, get_peft_model
 from tiny import WHOLE_BLOCKS, layers_of, rollout_settings, stream_of, tiny_model
 from trl.distributed import DistributedBackend
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+from vllm.utils.network_utils import get_ip
 
 from trl_qurl.quantization import SCHEMES, make_plan, write_checkpoint
 from trl_qurl.quantization.plan import QuantizationPlan
@@ -339,7 +340,6 @@ def rendezvous(ends, monkeypatch):
     client, worker = ends
     monkeypatch.setattr(pynccl, "PyNcclCommunicator", OverItsStore)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setenv("VLLM_HOST_IP", "127.0.0.1")
     monkeypatch.setitem(PACKING, "buffer_size_bytes", 4096)
     client.communicator, client.plan, client.shapes, client.group_port = None, QuantizationPlan(), {}, free_port()
     client.session, client.request_timeout, client._is_healthy = requests.Session(), 60.0, lambda: True
@@ -418,7 +418,7 @@ def test_a_server_that_hangs_while_a_stream_opens_ends_the_run_in_time(rendezvou
         client.open_stream(CUDA)
     assert time.monotonic() - started < 3, "it waited for workers that will not come"
     # If nobody joins its group, vLLM closes a descriptor that is another file's by then (`create_tcp_store`).
-    torch.distributed.TCPStore("127.0.0.1", client.group_port, 2, is_master=False, use_libuv=False)
+    torch.distributed.TCPStore(get_ip(), client.group_port, 2, is_master=False, use_libuv=False)
 
 
 def test_workers_are_not_sent_to_the_group_of_another_run(rendezvous):
