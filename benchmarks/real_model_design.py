@@ -4,11 +4,13 @@
     python -m benchmarks.real_model_design --runs DIRECTORY --difference .05
 
 The spread is pooled over arms that learn alike (`ALIKE`). *Within* is what a repeated measurement of the same policy
-would vary by: answers are right or wrong. Pairs are runs of two arms with the same seed, so with the same questions in
-the same order. Runs per arm: n = ((z(.975) + z(.8)) s / d)² + z(.975)² / 2, where s is the spread of the difference d
-(√2 times that of a run without pairs) and the last term stands for Student's t instead of the normal distribution
-(Guenther 1981). Teacher forcing gives no exact accuracy here: the chat model words its answers ("The answer is 12."),
-so that the shortest right ones have a probability of 0.0002 when .96 of its samples are right.
+would vary by at most: answers are right or wrong. Pairs are runs of two arms with the same seed, so with the same
+questions in the same order. Pairs: n = ((z(.975) + z(.8)) s / d)² + z(.975)² / 2, where s is the spread of the
+difference d and the last term stands for Student's t instead of the normal distribution (Guenther 1981). For runs per
+arm without pairs, s is √2 times the spread of a run, and the last term half as large. In brackets: pairs for both ends
+of a 95 % interval of s (Wilson and Hilferty). Teacher forcing gives no exact accuracy here: the chat model words its
+answers ("The answer is 12."), so that the shortest right ones have a probability of 0.0002 when .96 of its samples are
+right.
 """
 
 import argparse
@@ -18,7 +20,7 @@ from itertools import combinations
 from pathlib import Path
 from statistics import NormalDist, fmean, stdev
 
-from benchmarks.objectives.summary import Arms, markdown, read_arms
+from benchmarks.objectives.summary import STRANGERS, Arms, markdown, read_arms
 from benchmarks.real_model import ARMS, RESULTS
 from benchmarks.real_model_tables import MEASURES
 from trl_qurl.lab.runs import Run
@@ -29,11 +31,18 @@ ANSWERS = {"reward, first 20": 20 * COMPLETIONS, "last ten": 10 * COMPLETIONS, "
 """Right or wrong answers in each measure."""
 
 
-def runs_needed(spread: float, difference: float, power: float = 0.8, level: float = 0.05) -> int:
-    """Runs per arm, or pairs, with which a difference of this size is significant so often."""
+def runs_needed(spread: float, difference: float, samples: int = 1, power: float = 0.8, level: float = 0.05) -> int:
+    """Pairs, or runs in each of two samples, with which a difference of this size is significant so often."""
     normal = NormalDist()
     z, other = normal.inv_cdf(1 - level / 2), normal.inv_cdf(power)
-    return math.ceil(((z + other) * spread / difference) ** 2 + z**2 / 2)
+    return math.ceil(((z + other) * spread / difference) ** 2 + z**2 / 2 / samples)
+
+
+def spread_interval(spread: float, freedom: int) -> list[float]:
+    """Both ends of the 95 % interval of a standard deviation."""
+    error = 2 / (9 * freedom)
+    chi_squared = [freedom * (1 - error + z * math.sqrt(error)) ** 3 for z in (1.96, -1.96)]
+    return [spread * math.sqrt(freedom / value) for value in chi_squared]
 
 
 def pooled(groups: list[list[float]]) -> float:
@@ -52,12 +61,15 @@ def row(name: str, measure: Callable[[Run], float], arms: Arms, difference: floa
     pairs = pooled(
         [
             [values[a][seed] - values[b][seed] for seed in values[a].keys() & values[b].keys()]
-            for a, b in combinations([arm for arm in values if arm != "bf16_again"], 2)  # which has other seeds
+            for a, b in combinations([arm for arm in values if arm not in STRANGERS], 2)
         ]
     )
-    alone = runs_needed(math.sqrt(2) * seeds, difference)
+    alone = runs_needed(math.sqrt(2) * seeds, difference, samples=2)
     figures = (f"{mean:.3f}", f"{seeds:.3f}", f"{within:.3f}", f"{pairs:.3f}", str(alone))
-    return (name, *figures, str(runs_needed(pairs, difference)))
+    paired = [by_seed.keys() for arm, by_seed in values.items() if arm not in STRANGERS]
+    freedom = sum(map(len, paired)) - len(paired) - len(set().union(*paired)) + 1
+    low, high = (runs_needed(each, difference) for each in spread_interval(pairs, freedom))
+    return (name, *figures, f"{runs_needed(pairs, difference)} ({low}-{high})")
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ import torch
 from conftest import completed
 from safetensors.torch import save_file
 
-from benchmarks.real_model_design import pooled, runs_needed
+from benchmarks.real_model_design import pooled, runs_needed, spread_interval
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 WAYS = ("stream", "stream, written", "llm-compressor", "llm-compressor, with its copy")
@@ -150,5 +150,6 @@ def test_which_updates_a_16_bit_type_sees(load):
 
 def test_how_many_runs_a_difference_needs():
     # (1.960 + 0.842)² x (.5 / .5)² + 1.960² / 2 = 7.85 + 1.92 = 9.77; a quarter of the difference: 125.6 + 1.92.
-    assert (runs_needed(0.5, 0.5), runs_needed(0.5, 0.125)) == (10, 128)
+    assert (runs_needed(0.5, 0.5), runs_needed(0.5, 0.5, samples=2), runs_needed(0.5, 0.125)) == (10, 9, 128)
+    assert spread_interval(1.0, 9) == pytest.approx([(9 / 19.02) ** 0.5, (9 / 2.70) ** 0.5], rel=0.005)  # by χ²
     assert pooled([[1, 3], [0, 0, 3], [9]]) == pytest.approx(math.sqrt((1 * 2 + 2 * 3) / 3))

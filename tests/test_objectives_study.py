@@ -85,6 +85,11 @@ def test_p_values_are_students():
         assert contrasts.p_value([value + shift for value in values]) == pytest.approx(0.05, abs=1e-4)
         assert contrasts.p_value([-value - shift for value in values]) == pytest.approx(0.05, abs=1e-4)
     assert contrasts.p_value([0.5]) == contrasts.p_value([0.5, 0.5]) == 1.0, "no spread to judge by"
+    arms = {"bf16_again": {0: 8.0, 1: 12.0}, "bf16": {0: 1.0, 1: 3.0}, "tis": {1: 4.0, 2: 0.0}}
+    two = summary.samples_of(arms, "bf16_again", "bf16", float)  # variances 8 and 2: the standard error is √5
+    assert summary.stated(*two) == pytest.approx([8.0, 4.303 * math.sqrt(5)])
+    assert contrasts.p_value(*two) == pytest.approx(1 - 8 / math.sqrt(5) / math.sqrt(8 * 8 / 5 + 2))
+    assert summary.samples_of(arms, "tis", "bf16", float) == ([1.0], []), "other arms are paired by seed"
     # Holm's correction. Sorted: .01 x 4, .02 x 3, .03 x 2 (as large as the one before), .5 x 1; at most 1.
     assert contrasts.holm([0.02, 0.5, 0.01, 0.03]) == pytest.approx([0.06, 0.5, 0.04, 0.06])
     assert contrasts.holm([0.6, 0.7]) == [1.0, 1.0]
@@ -92,13 +97,12 @@ def test_p_values_are_students():
 
 def figure(found):
     """A difference as benchmarks/study.md states it."""
-    mean, half = summary.stated(found.values)
+    mean, half = summary.stated(*found.samples)
     text = f"{mean:+.3f} ± {half:.3f}".replace("+0.000", ".000").replace("-0.000", ".000")
     text = text.replace("0.", ".").replace("-", "−")
-    windows = found.windows()
     text = f"**{text}**" if abs(mean) > half else text
-    marks = "\\*" * (len(found.seeds) == 3) + "‡" * (abs(mean) > half and windows != list(contrasts.WINDOWS))
-    return text + marks
+    varies = abs(mean) > half and found.windows() != list(contrasts.WINDOWS)
+    return text + "\\*" * (len(found.samples[0]) == 3) + "‡" * varies
 
 
 def test_the_page_states_the_differences_of_the_logs():
@@ -111,7 +115,7 @@ def test_the_page_states_the_differences_of_the_logs():
         for name in contrasts.TABLE
     }
     assert stated == expected
-    corrected = contrasts.holm([contrasts.p_value(found.values) for found in table.values()])
+    corrected = contrasts.holm([contrasts.p_value(*found.samples) for found in table.values()])
     remaining = {cell for cell, p in zip(table, corrected, strict=True) if p < contrasts.LEVEL}
     ratio = "quantized_ratio − naive"
     assert remaining == {(ratio, "int4"), (ratio, "int3")}

@@ -123,7 +123,7 @@ def _cap() -> Experiment:
         for objective in ("tis", "acr")
     ]
     arms += [Arm(f"int3a4_{name}", "int3", {"objective": name}, **common) for name in ("naive", "decoupled")]
-    return Experiment("cap", "How much does the cap C matter, where ratios are large?", tuple(arms))
+    return Experiment("cap", "How much does the cap C matter, where ratios are large?", tuple(arms), beside="main")
 
 
 def _updates() -> Experiment:

@@ -11,6 +11,7 @@ over formats or caps gets its interval from one value per seed, too.
 import argparse
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,13 +20,17 @@ import numpy as np
 from benchmarks.objectives.arms import EXPERIMENTS
 from benchmarks.objectives.study import RESULTS
 from benchmarks.objectives.summary import (
+    AHEAD,
     CAPS,
     CONTRASTS,
     MEASURES,
     SCHEMES,
     Arms,
+    Samples,
+    estimate,
     markdown,
     read_arms,
+    samples_of,
     stated,
     stated_difference,
 )
@@ -58,34 +63,34 @@ INT8 = {
 
 POOLED = {
     "acr − tis, over six caps": [("cap", f"int3a4_acr_c{cap:g}", f"int3a4_tis_c{cap:g}") for cap in CAPS],
+    "tis − naive, over six caps": [("cap", f"int3a4_tis_c{cap:g}", "int3a4_naive") for cap in CAPS],
+    "one rollout ahead − in time, over objectives": [("ahead", f"bf16_ahead_{name}", "bf16") for name in AHEAD],
     "acr with UAQ 1.5 − acr, over three formats": [("main", f"{name}_acr_uaq", f"{name}_acr") for name in SCHEMES],
 }
 
 
 class Difference(NamedTuple):
-    """A paired difference: its name, and a value per seed for each window."""
+    """A difference: its name, and its samples for each window."""
 
     name: str
-    seeds: list[int]
-    by_window: dict[int, list[float]]
+    by_window: dict[int, Samples]
 
     @property
-    def values(self) -> list[float]:
+    def samples(self) -> Samples:
         """With the window of the tables."""
         return self.by_window[FINAL_ROLLOUTS]
 
     def windows(self) -> list[int]:
         """Those with which the interval leaves out zero."""
-        return [window for window, values in self.by_window.items() if p_value(values) < LEVEL]
+        return [window for window, samples in self.by_window.items() if p_value(*samples) < LEVEL]
 
 
-def p_value(values: Sequence[float]) -> float:
+def p_value(values: Sequence[float], others: Sequence[float] = ()) -> float:
     """Two-sided, of Student's t for a mean of zero; 1 for fewer than two values (Abramowitz and Stegun 26.7.3-4)."""
-    freedom = len(values) - 1
-    spread = float(np.std(values, ddof=1)) if freedom > 0 else 0.0
-    if spread == 0.0:
+    mean, error, freedom = estimate(values, others) if len(values) > 1 else (0.0, 0.0, 0)
+    if error == 0.0:
         return 1.0
-    angle = math.atan(abs(float(np.mean(values))) * math.sqrt(len(values)) / spread / math.sqrt(freedom))
+    angle = math.atan(abs(mean) / error / math.sqrt(freedom))
     odd = freedom % 2
     term, total = math.cos(angle) if odd else 1.0, 0.0
     for k in range(1 + odd, freedom, 2):
@@ -105,17 +110,8 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def difference(name: str, arms: Arms, ours: str, theirs: str, measure: Callable[..., float | None]) -> Difference:
-    """Of two arms, by the seeds in which both have a value."""
-    seeds = sorted(arms.get(ours, {}).keys() & arms.get(theirs, {}).keys())
-    seeds = [seed for seed in seeds if None not in (measure(arms[ours][seed]), measure(arms[theirs][seed]))]
-    return Difference(
-        name,
-        seeds,
-        {
-            window: [measure(arms[ours][seed], window) - measure(arms[theirs][seed], window) for seed in seeds]  # type: ignore[operator]
-            for window in WINDOWS
-        },
-    )
+    """Of two arms, in every window."""
+    return Difference(name, {window: samples_of(arms, ours, theirs, measure, window) for window in WINDOWS})
 
 
 class Study:
@@ -149,7 +145,7 @@ class Study:
             for row, (experiment, ours, theirs) in TABLE.items()
             for scheme in SCHEMES
         }
-        return {cell: found for cell, found in cells.items() if found.seeds}
+        return {cell: found for cell, found in cells.items() if found.samples[0]}
 
     def everything(self) -> Iterator[Difference]:
         """Every difference of the study, by every measure, without repeated values."""
@@ -159,7 +155,7 @@ class Study:
                 for measure, function in MEASURES.items():
                     name = f"{experiment}: {ours} - {theirs}, {measure}"
                     found = difference(name, self.arms(experiment), ours, theirs, function)
-                    if len(found.seeds) > 1 and (key := (ours, theirs, *found.values)) not in seen:
+                    if len(found.samples[0]) > 1 and (key := (ours, theirs, *found.samples[0])) not in seen:
                         seen.add(key)
                         yield found
 
@@ -173,12 +169,10 @@ class Study:
 
     def pooled(self, name: str) -> tuple[list[float], list[float]]:
         """The values of all pairs of `POOLED`, and their mean by seed."""
-        parts = [self.accuracy(*pair) for pair in POOLED[name]]
-        by_seed: dict[int, list[float]] = {}
-        for part in parts:
-            for seed, value in zip(part.seeds, part.values, strict=True):
-                by_seed.setdefault(seed, []).append(value)
-        return [value for part in parts for value in part.values], [float(np.mean(v)) for v in by_seed.values()]
+        parts = [self.accuracy(*pair).samples[0] for pair in POOLED[name]]
+        by_seed = zip_longest(*parts)  # each has seeds from 0, some fewer
+        means = [float(np.mean([value for value in values if value is not None])) for values in by_seed]
+        return [value for part in parts for value in part], means
 
 
 def correlation(runs: Mapping[int, Run]) -> float:
@@ -191,12 +185,12 @@ def correlation(runs: Mapping[int, Run]) -> float:
 
 def table_of(differences: Sequence[Difference], only_below: float = math.inf) -> str:
     """One line per difference, the smallest p-value first; Holm's correction is over all of `differences`."""
-    p_values = [p_value(found.values) for found in differences]
+    p_values = [p_value(*found.samples) for found in differences]
     lines = [
         (
             found.name,
-            str(len(found.seeds)),
-            stated_difference(stated(found.values)),
+            str(len(found.samples[0])),
+            stated_difference(stated(*found.samples)),
             f"{p:.5f}",
             f"{corrected:.3f}",
             ", ".join(map(str, found.windows())),

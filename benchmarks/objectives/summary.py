@@ -4,16 +4,17 @@
     python -m benchmarks.objectives.summary --runs DIRECTORY --output FILE.json
 
 Every figure is a mean over seeds with half the width of its interval of 95 % (Student's t). Differences are paired:
-the two runs of a seed have the same problems in the same order. Accuracy is the exact expected accuracy of the
-full-precision policy on 512 held-out problems, mean of the last 20 rollouts. The policy that samples is the quantized
-one, whose accuracy comes from the trainer's own quantized forward pass, or the same one for rollouts in BF16.
+the two runs of a seed have the same problems in the same order. Those of BF16 with other seeds are of two samples.
+Accuracy is the exact expected accuracy of the full-precision policy on 512 held-out problems, mean of the last 20
+rollouts. The policy that samples is the quantized one, whose accuracy comes from the trainer's own quantized forward
+pass, or the same one for rollouts in BF16.
 """
 
 import argparse
 import json
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,10 @@ CAPS = (1.2, 1.5, 2.0, 3.0, 5.0, 10.0)
 UPDATE_CAPS = (1.05, 1.2, 2.0)
 AHEAD = ("naive", "tis", "acr", *RETIRED)
 
+STRANGERS = ("bf16_again",)  # whose seed 0 has nothing in common with that of other arms
+
 Arms = Mapping[str, Mapping[int, Run]]  # by name and seed
+Samples = tuple[list[float], list[float]]
 
 CONTRASTS: dict[str, list[tuple[str, str]]] = {
     "main": [
@@ -55,6 +59,7 @@ CONTRASTS: dict[str, list[tuple[str, str]]] = {
         *((f"int3a4_acr_c{cap:g}", f"int3a4_tis_c{cap:g}") for cap in CAPS),
         *((f"int3a4_tis_c{cap:g}", "int3a4_tis_c2") for cap in CAPS if cap != 2.0),
         ("int3a4_tis_c2", "int3a4_naive"),
+        ("int3a4_naive", "bf16"),
         ("int3a4_decoupled", "int3a4_tis_c2"),
     ],
     "updates": [(f"int3a4_acr_c{cap:g}", f"int3a4_tis_c{cap:g}") for cap in UPDATE_CAPS],
@@ -119,7 +124,7 @@ def main(argv: list[str] | None = None) -> None:
             others = [arm.name for arm in EXPERIMENTS[experiment.beside].arms]
             arms = {**read_arms(args.runs / experiment.beside, others), **arms}
         pairs = {
-            f"{arm} - {other}": difference(arms[arm], arms[other])
+            f"{arm} - {other}": difference(arms, arm, other)
             for arm, other in CONTRASTS[name]
             if arm in arms and other in arms
         }
@@ -163,16 +168,39 @@ def summarize(runs: Mapping[int, Run]) -> dict[str, Any]:
     }
 
 
-def stated(values: Iterable[float | None]) -> list[float | None] | None:
-    """Mean and half-width over the seeds, as JSON takes them; `None` where nothing was logged.
+def stated(values: Iterable[float | None], others: Sequence[float] = ()) -> list[float | None] | None:
+    """Mean, less that of `others`, and half-width, as JSON takes them; `None` where nothing was logged.
 
-    The interval is conservative above 11 seeds; a single seed has none.
+    The interval is conservative above ten degrees of freedom; a single seed has none.
     """
     logged = [value for value in values if value is not None]
     if len(logged) < 2:
         return [logged[0], None] if logged else None
-    error = statistics.stdev(logged) / math.sqrt(len(logged))
-    return [statistics.mean(logged), STUDENT_T[min(len(logged) - 1, len(STUDENT_T)) - 1] * error]
+    mean, error, freedom = estimate(logged, others)
+    return [mean, STUDENT_T[min(freedom, len(STUDENT_T)) - 1] * error]
+
+
+def estimate(values: Sequence[float], others: Sequence[float] = ()) -> tuple[float, float, int]:
+    """Mean of `values`, less that of `others`; its standard error and degrees of freedom, by Student's t.
+
+    Two samples are taken to have one spread, as runs that differ in nothing but their seeds do.
+    """
+    samples = [sample for sample in (values, others) if sample]
+    freedom = sum(len(sample) - 1 for sample in samples)
+    variance = sum((len(sample) - 1) * statistics.variance(sample) for sample in samples) / freedom
+    error = math.sqrt(variance * sum(1 / len(sample) for sample in samples))
+    return statistics.mean(values) - (statistics.mean(others) if others else 0.0), error, freedom
+
+
+def samples_of(arms: Arms, ours: str, theirs: str, measure: Callable[..., Any], *args: Any) -> Samples:
+    """The differences of two arms by seed, and nothing; or the values of both, if they have no seed in common."""
+    mine, yours = (
+        {seed: value for seed, run in arms.get(name, {}).items() if (value := measure(run, *args)) is not None}
+        for name in (ours, theirs)
+    )
+    if ours in STRANGERS:
+        return list(mine.values()), list(yours.values())
+    return [mine[seed] - yours[seed] for seed in sorted(mine.keys() & yours.keys())], []
 
 
 def accuracy(run: Run, window: int = FINAL_ROLLOUTS) -> float | None:
@@ -202,14 +230,10 @@ def mean_of_first(run: Run, metric: str) -> float | None:
     return float(values.mean()) if values.size else None
 
 
-def difference(ours: Mapping[int, Run], theirs: Mapping[int, Run]) -> dict[str, Any]:
-    """Of each of `MEASURES` at the end of the runs, seed by seed."""
-    seeds = sorted(ours.keys() & theirs.keys())
-    found: dict[str, Any] = {"seeds": len(seeds)}
-    for name, measure in MEASURES.items():
-        pairs = [(measure(ours[seed]), measure(theirs[seed])) for seed in seeds]
-        found[name] = stated(a - b for a, b in pairs if a is not None and b is not None)
-    return found
+def difference(arms: Arms, ours: str, theirs: str) -> dict[str, Any]:
+    """Of each of `MEASURES` at the end of the runs."""
+    found: dict[str, Any] = {"seeds": len(arms[ours].keys() & arms[theirs].keys())}
+    return found | {name: stated(*samples_of(arms, ours, theirs, measure)) for name, measure in MEASURES.items()}
 
 
 def arm_table(rows: Mapping[str, dict[str, Any]]) -> str:
