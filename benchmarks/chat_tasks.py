@@ -81,6 +81,17 @@ def few_shot(held_out: bool) -> list[tuple[Messages, int]]:
     ]
 
 
+def equations(held_out: bool) -> list[tuple[Messages, int]]:
+    """One-digit sums and products without an example: a base model knows them, but samples other text as often."""
+    return [
+        ([{"role": "system", "content": f"{a} {sign} {b} ="}], a + b if sign == "+" else a * b)
+        for sign in "+*"
+        for a in range(2, 10)
+        for b in range(2, 10)
+        if ((a + 3 * b) % 4 == 0) == held_out
+    ]
+
+
 def first_number(text: str, answer: int) -> float:
     """Return 1 if the first number is the answer."""
     return float(re.findall(r"\d+", text)[:1] == [str(answer)])
@@ -106,6 +117,13 @@ TASKS = {
         held_out=few_shot(held_out=True),
         reward=first_number,
         longest=5,
-        learning_rate=1e-5,
+        learning_rate=1e-6,
+    ),
+    "equations": Task(
+        learned=equations(held_out=False),
+        held_out=equations(held_out=True),
+        reward=first_number,
+        longest=5,
+        learning_rate=1e-6,  # Gemma 3 270M forgets everything in eight updates at 1e-5
     ),
 }
