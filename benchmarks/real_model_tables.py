@@ -5,15 +5,18 @@ python -m benchmarks.real_model_tables --picture docs/images/real-model.png
 """
 
 import argparse
+import math
 from collections.abc import Callable, Iterable
 from operator import itemgetter
 from pathlib import Path
 from statistics import fmean as mean
+from statistics import median
 from typing import Any
 
 from benchmarks.chat_tasks import TASKS
 from benchmarks.objectives.contrasts import holm, p_value
 from benchmarks.objectives.summary import (
+    STRANGERS,
     Arms,
     Samples,
     markdown,
@@ -87,7 +90,7 @@ def arm_table(arms: Arms) -> str:
                 f"{max(row['mismatch/ratio_max'] for row in every):.1f}",
                 f"{max(row['mismatch/capped_share'] for row in every):.2%}",
                 f"{min(row['mismatch/ess'] for row in every):.2f}",
-                f"{mean(map(seconds, every)):.1f}",
+                f"{median(map(seconds, every)):.1f}",
             )
         )
     return markdown((*headings, "largest ρ", "ρ > C at most", "least ESS", "s of a rollout"), lines)
@@ -104,7 +107,10 @@ def seconds(row: dict[str, Any]) -> float:
 
 
 def contrast_table(arms: Arms) -> str:
-    """Format differences, in brackets the p-value, and Holm's over all that are in the same column."""
+    """Format differences, in brackets the p-value, and Holm's over all that are in the same column.
+
+    Where no arm has other seeds, the spread of BF16's own says what seeds alone do to a mean.
+    """
     columns: dict[str, list[str]] = {}
     for measure, function in MEASURES.items():
         found = {f"{ours} − {theirs}": samples(arms, ours, theirs, function) for ours, theirs in CONTRASTS}
@@ -116,11 +122,16 @@ def contrast_table(arms: Arms) -> str:
             f"{stated_difference(stated(*each))} ({p:.3f}, {corrected:.3f})"
             for each, p, corrected in zip(found.values(), p_values, holm(p_values), strict=True)
         ]
+        if arms.keys() & {"bf16", *STRANGERS} == {"bf16"} and len(arms["bf16"]) > 1:
+            half = (stated(map(function, arms["bf16"].values())) or [])[1]
+            columns["difference"].append("other seeds of bf16")
+            columns["seeds"].append(str(len(arms["bf16"])))
+            columns[measure].append(f"± {math.sqrt(2) * (half or 0.0):.3f}")
     return markdown(list(columns), list(zip(*columns.values(), strict=True)))
 
 
 def samples(arms: Arms, ours: str, theirs: str, measure: Callable[[Run], float]) -> Samples:
-    """As `samples_of`, also of the mean of several arms ("a + b") in the seeds that all of them have."""
+    """As `samples_of`, also of the mean of several arms ("a + b") in their seeds, which all count from zero."""
     parts = [samples_of(arms, name, theirs, measure) for name in ours.split(" + ")]
     if len(parts) == 1:
         return parts[0]
@@ -149,7 +160,9 @@ def draw(arms: Arms, path: Path, by_time: bool) -> None:
         for arm, (label, color, dashes) in SHOWN.items():
             if runs := arms.get(arm, {}).values():
                 shown = smooth(curve(runs, itemgetter(metric)))
-                spent = np.cumsum(curve(runs, seconds)) / 60 if x == "minutes" else np.arange(1, len(shown) + 5)
+                # The median rollout, because other work on the machine slowed down some.
+                each = median(seconds(row) for run in runs for row in rollouts(run)) / 60 if x == "minutes" else 1
+                spent = np.arange(1, len(shown) + 5) * each
                 axes.plot(spent[2:-2], shown, dashes, color=color, linewidth=2, label=label)
         axes.set_title(title, loc="left", fontsize=11)
         axes.set_xlabel(x)
