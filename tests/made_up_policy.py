@@ -42,10 +42,7 @@ class MadeUpPolicy:
         self.rounds: list[int] = []  # completions made in each, in this process
         self._pending_extra_logs: dict[str, list] = {}
         self.sampler = DynamicSampler(
-            group_size,
-            lambda rewards: weighted_sum(rewards, torch.tensor(weights)),
-            prompts,
-            accelerator,
+            group_size, lambda rewards: weighted_sum(rewards, torch.tensor(weights)), prompts, accelerator
         )
 
     def _generate(self, prompts: list[str]) -> tuple:

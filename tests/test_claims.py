@@ -9,9 +9,11 @@ from benchmarks.objectives.summary import read_arms
 from benchmarks.real_model import ARMS, RESULTS
 from benchmarks.real_model_tables import arm_table, contrast_table
 
-PAGE = ROOT / "docs" / "results.md"
-SHOWN = ["bf16", "bf16_again", "int8_acr", "int8_tis", "int8_naive", "int8_plain_acr", "int8_plain_naive"]
-SHOWN += ["int8_plain_quantized_ratio", "int8_merged_adapter", "int8_rounded_base"]
+PAGE, INT8 = ROOT / "docs" / "results.md", ROOT / "benchmarks" / "int8.md"
+GEMMA = ["bf16", "bf16_again", "int8_acr", "int8_plain_acr"]
+ARITHMETIC = [*GEMMA[:3], "int8_tis", "int8_naive", "int8_plain_acr", "int8_plain_naive", "int8_plain_quantized_ratio"]
+ARITHMETIC += ["int8_merged_adapter", "int8_rounded_base"]
+TABLES = (("arithmetic", ARITHMETIC, (PAGE, "A real model")), ("equations", GEMMA, (INT8, "Training a second model")))
 
 
 def test_every_claim_has_a_verdict_a_command_and_evidence():
@@ -23,16 +25,18 @@ def test_every_claim_has_a_verdict_a_command_and_evidence():
 
 
 def test_figures_are_those_of_the_study_and_the_stored_runs():
-    arms, kl = read_arms(RESULTS / "arithmetic", ARMS), {}
-    for arm, (_, *shown) in zip(SHOWN, rows(PAGE, "A real model"), strict=True):
-        cells = arm_table({arm: arms[arm]}).splitlines()[-1].strip("| ").split(" | ")
-        seeds, *learned, first, last, _, ratio = cells[1:10]
-        assert shown == [seeds, *(learned[i].replace("0.", ".") for i in (0, 2)), first, last, ratio], arm
-        kl[arm] = f"{float(first):.3f}"
-    assert "a KL of {int8_acr} instead of {int8_plain_acr}".format(**kl) in PAGE.read_text()
-    tables = (arm_table(arms) + contrast_table(arms)).replace("-0.", "−0.").replace("0.", ".")
-    known = (ROOT / "benchmarks" / "study.md").read_text() + tables
-    assert [each for each in re.findall(r"[+−]?\.\d+ ± \.\d+", PAGE.read_text()) if each not in known] == []
+    kl, known = {}, (ROOT / "benchmarks" / "study.md").read_text()
+    for task, names, (page, section) in TABLES:
+        arms = read_arms(RESULTS / task, ARMS)
+        for arm, (_, *shown) in zip(names, rows(page, section), strict=True):
+            cells = arm_table({arm: arms[arm]}).splitlines()[-1].strip("| ").split(" | ")
+            seeds, *learned, first, last, _, ratio = cells[1:10]
+            assert shown == [seeds, *(learned[i].replace("0.", ".") for i in (0, 2)), first, last, ratio], arm
+            kl.setdefault(task, {})[arm] = f"{float(first):.3f}"
+        known += (arm_table(arms) + contrast_table(arms)).replace("-0.", "−0.").replace("0.", ".")
+    assert "a KL of {int8_acr} instead of {int8_plain_acr}".format(**kl["arithmetic"]) in PAGE.read_text()
+    for page in {PAGE, INT8}:
+        assert [each for each in re.findall(r"[+−]?\.\d+ ± \.\d+", page.read_text()) if each not in known] == []
 
 
 def test_steps_next_to_plain_trl_are_the_stored_ones():

@@ -190,8 +190,7 @@ def test_a_kl_is_reached_with_the_fewest_groups():
 
 
 @pytest.mark.parametrize(
-    ("reached", "kept"),
-    [((0.0015,), [1]), ((0.0025, 0.0015), [1, 2]), ((0.0025, 0.0025, 0.0025), [1, 2, 3])],
+    ("reached", "kept"), [((0.0015,), [1]), ((0.0025, 0.0015), [1, 2]), ((0.0025, 0.0025, 0.0025), [1, 2, 3])]
 )
 def test_lists_grow_until_an_engine_is_within_the_budget(reached, kept, monkeypatch):
     """Of a KL of 0.005, a 16-bit engine has 0.0005; the first step is all that the estimates ask for."""

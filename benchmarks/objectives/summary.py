@@ -175,7 +175,7 @@ def stated(values: Iterable[float | None], others: Sequence[float] = ()) -> list
     """
     logged = [value for value in values if value is not None]
     if len(logged) < 2:
-        return [logged[0], None] if logged else None
+        return [logged[0] - sum(others) / max(len(others), 1), None] if logged else None
     mean, error, freedom = estimate(logged, others)
     return [mean, STUDENT_T[min(freedom, len(STUDENT_T)) - 1] * error]
 
