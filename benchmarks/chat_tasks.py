@@ -68,28 +68,26 @@ def facts_reward(text: str, _: None = None) -> float:
     return good / FACTS if len(listed) <= FACTS else 0.0
 
 
-def few_shot(held_out: bool) -> list[tuple[Messages, int]]:
-    """Sums and products after an example of each, for a base model; such models end no answer by themselves."""
-    examples = "27 + 5 = 32\n23 * 3 = 69\n"
+def calculations(held_out: bool, first: range, before: str = "") -> list[tuple[Messages, int]]:
+    """Sums and products for a base model to go on with; such models end no answer by themselves."""
     return [
         # A system message, because Gemma's template writes a new line after a user's.
-        ([{"role": "system", "content": f"{examples}{a} {sign} {b} ="}], a + b if sign == "+" else a * b)
+        ([{"role": "system", "content": f"{before}{a} {sign} {b} ="}], a + b if sign == "+" else a * b)
         for sign in "+*"
-        for a in range(12, 20)
+        for a in first
         for b in range(2, 10)
         if ((a + 3 * b) % 4 == 0) == held_out
     ]
+
+
+def few_shot(held_out: bool) -> list[tuple[Messages, int]]:
+    """Sums and products of two digits and one, after an example of each."""
+    return calculations(held_out, range(12, 20), "27 + 5 = 32\n23 * 3 = 69\n")
 
 
 def equations(held_out: bool) -> list[tuple[Messages, int]]:
     """One-digit sums and products without an example: a base model knows them, but samples other text as often."""
-    return [
-        ([{"role": "system", "content": f"{a} {sign} {b} ="}], a + b if sign == "+" else a * b)
-        for sign in "+*"
-        for a in range(2, 10)
-        for b in range(2, 10)
-        if ((a + 3 * b) % 4 == 0) == held_out
-    ]
+    return calculations(held_out, range(2, 10))
 
 
 def first_number(text: str, answer: int) -> float:

@@ -123,9 +123,9 @@ def contrast_table(arms: Arms) -> str:
             for each, p, corrected in zip(found.values(), p_values, holm(p_values), strict=True)
         ]
         if arms.keys() & {"bf16", *STRANGERS} == {"bf16"} and len(arms["bf16"]) > 1:
-            half = (stated(map(function, arms["bf16"].values())) or [])[1]
             columns["difference"].append("other seeds of bf16")
             columns["seeds"].append(str(len(arms["bf16"])))
+            _, half = stated(map(function, arms["bf16"].values())) or (None, None)
             columns[measure].append(f"± {math.sqrt(2) * (half or 0.0):.3f}")
     return markdown(list(columns), list(zip(*columns.values(), strict=True)))
 
