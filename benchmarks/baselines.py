@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from provenance import provenance
+from provenance import kind_of_machine, provenance
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -168,17 +168,6 @@ PARTS: dict[str, Callable[[Path], Found]] = {
     "rival": measure_rival,
     "demo": measure_demo,
 }
-
-
-def kind_of_machine() -> str:
-    """What decides the ratios: the GPU, or the widest instructions that vLLM's kernels find on a CPU."""
-    if torch.cuda.is_available():
-        return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
-    capabilities = torch.cpu.get_capabilities()
-    names = ("amx_int8", "avx512_vnni", "avx512_f", "avx2")
-    return "cpu-" + next(
-        (name.replace("_", "-") for name in names if capabilities.get(name)), capabilities["architecture"]
-    )
 
 
 def is_worse(value: float, stored: float, room: float) -> bool:

@@ -4,12 +4,15 @@ import json
 import os
 import re
 import subprocess
+import sys
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from trl_qurl.lab.device import INT8_INSTRUCTIONS
 
 ROOT = Path(__file__).parents[1]
 
@@ -28,6 +31,7 @@ def provenance(device: torch.device, measured: str) -> dict[str, Any]:
         "date": date.today().isoformat(),
         "commit": commit(measured),
         "hardware": hardware(device),
+        "kind": kind_of_machine(),
         "threads": torch.get_num_threads(),
         "load_average": os.getloadavg()[0],
         "versions": versions(),
@@ -56,6 +60,24 @@ def hardware(device: torch.device) -> str:
         return torch.cuda.get_device_name(device)
     model = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return f"{model[1].strip() if model else 'CPU'}, {len(os.sched_getaffinity(0))} cores"
+
+
+def kind_of_machine() -> str:
+    """What decides ratios and sums: the GPU, or the widest instructions that vLLM's kernels find on a CPU."""
+    if torch.cuda.is_available():
+        return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
+    capabilities = torch.cpu.get_capabilities()
+    names = ("amx_int8", "avx512_vnni", "avx512_f", "avx2")
+    return "cpu-" + next(
+        (name.replace("_", "-") for name in names if capabilities.get(name)), capabilities["architecture"]
+    )
+
+
+def require_exact_int8() -> None:
+    """Exit where vLLM's INT8 sums saturate, before hours of training that would describe this CPU alone."""
+    capabilities = torch.cpu.get_capabilities()
+    if not torch.cuda.is_available() and not any(capabilities.get(name) for name in INT8_INSTRUCTIONS):
+        sys.exit("This CPU has no VNNI, so vLLM's INT8 sums saturate: choose arms with BF16 rollouts, or another CPU.")
 
 
 def versions() -> dict[str, str]:

@@ -62,6 +62,11 @@ def main() -> None:
     if args.one:
         train(args.model, args.task, args.one[0], int(args.one[1]), args.rollouts, directory)
     else:
+        sys.path.insert(0, str(ROOT))
+        from benchmarks.provenance import require_exact_int8
+
+        if any(ARMS[arm].get("rollout_quantization", "int8") == "int8" for arm in args.arms):
+            require_exact_int8()
         for seed in args.seeds:
             for arm in args.arms:
                 if not place(directory, arm, seed).exists():

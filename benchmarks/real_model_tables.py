@@ -166,6 +166,7 @@ def draw(arms: Arms, path: Path, by_time: bool) -> None:
                 axes.plot(spent[2:-2], shown, dashes, color=color, linewidth=2, label=label)
         axes.set_title(title, loc="left", fontsize=11)
         axes.set_xlabel(x)
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.set_ylabel(unit)
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)

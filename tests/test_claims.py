@@ -13,7 +13,8 @@ PAGE, INT8 = ROOT / "docs" / "results.md", ROOT / "benchmarks" / "int8.md"
 GEMMA = ["bf16", "bf16_again", "int8_acr", "int8_plain_acr"]
 ARITHMETIC = [*GEMMA[:3], "int8_tis", "int8_naive", "int8_plain_acr", "int8_plain_naive", "int8_plain_quantized_ratio"]
 ARITHMETIC += ["int8_merged_adapter", "int8_rounded_base"]
-TABLES = (("arithmetic", ARITHMETIC, (PAGE, "A real model")), ("equations", GEMMA, (INT8, "Training a second model")))
+TABLES = [("arithmetic", ARITHMETIC, PAGE, "A real model"), ("equations", GEMMA, INT8, "Training a second model")]
+TABLES += [("facts", ["bf16", "int8_acr", "int8_plain_naive"], INT8, "Long answers")]
 
 
 def test_every_claim_has_a_verdict_a_command_and_evidence():
@@ -26,7 +27,7 @@ def test_every_claim_has_a_verdict_a_command_and_evidence():
 
 def test_figures_are_those_of_the_study_and_the_stored_runs():
     kl, known = {}, (ROOT / "benchmarks" / "study.md").read_text()
-    for task, names, (page, section) in TABLES:
+    for task, names, page, section in TABLES:
         arms = read_arms(RESULTS / task, ARMS)
         for arm, (_, *shown) in zip(names, rows(page, section), strict=True):
             cells = arm_table({arm: arms[arm]}).splitlines()[-1].strip("| ").split(" | ")
@@ -43,11 +44,9 @@ def test_steps_next_to_plain_trl_are_the_stored_ones():
     page, readme = (" ".join((ROOT / name).read_text().split()) for name in ("docs/performance.md", "README.md"))
     steps, gains = {}, []
     for tokens in (64, 256):
-        stored = f"benchmarks/results/rival-{tokens}-tokens-2026-11-26-amd-epyc-2-cores.json"
-        cells = json.loads((ROOT / stored).read_text())["cells"]
-        steps[tokens] = []
-        for cell in cells:
-            steps[tokens].append(f"{cell['step_s']:.0f}")
+        stored = RESULTS.with_name(f"rival-{tokens}-tokens-2026-11-26-amd-epyc-2-cores.json").read_text()
+        for cell in (cells := json.loads(stored)["cells"]):
+            steps.setdefault(tokens, []).append(f"{cell['step_s']:.0f}")
             seconds = sorted(step["step_s"] for step in cell["steps"])
             step = f"{cell['step_s']:.1f} ({seconds[0]:.1f}-{seconds[-1]:.1f})" if tokens == 64 else steps[tokens][-1]
             gain, sync = "", ""

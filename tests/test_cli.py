@@ -5,10 +5,10 @@ import re
 import runpy
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from conftest import child_environment
+from documents import ROOT
 from tiny import save_tiny
 from trl import GRPOConfig, RLOOConfig
 
@@ -21,7 +21,6 @@ from trl_qurl.lab.recipes import rloo
 from trl_qurl.lab.recipes.arguments import merge_settings, take_files
 from trl_qurl.lab.recipes.grpo import parse_arguments
 
-ROOT = Path(__file__).parents[1]
 HEAVY = ("torch", "transformers", "trl", "vllm", "datasets", "matplotlib", "rich")
 
 

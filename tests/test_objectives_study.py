@@ -3,21 +3,18 @@
 import copy
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
-from documents import rows
+from documents import ROOT, rows
 from peft import LoraConfig, get_peft_model
 
-from benchmarks.objectives import contrasts, summary
+from benchmarks.objectives import contrasts, study, summary
 from benchmarks.objectives.coarse import CODE_BITS, add_coarse_schemes, round_activations
 from benchmarks.objectives.one_run import LORA, write_short_log
 from benchmarks.objectives.recorder import BothPolicies
 from trl_qurl.lab.demo import evaluate, task, warm_start
 from trl_qurl.quantization.formats import SCHEMES, get_scheme
-
-ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
@@ -42,6 +39,12 @@ def test_the_number_of_bits_of_coarse_codes(name, bits, coarse):
     four_bits, step = round_activations(weight, bits=4), weight.abs().amax(-1, keepdim=True) / 7
     torch.testing.assert_close((four_bits / step).round(), four_bits / step, atol=1e-4, rtol=0)
     assert all(len(row.unique()) <= 15 for row in four_bits)
+
+
+def test_no_study_of_int8_trains_where_its_sums_saturate(monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True})
+    with pytest.raises(SystemExit, match="no VNNI"):
+        study.main(["main", "--arms", "int8_tis", "--output", "nowhere"])
 
 
 def write_runs(directory, accuracies, experiment="main"):
@@ -107,8 +110,8 @@ def figure(found):
 
 def test_the_page_states_the_differences_of_the_logs():
     page = ROOT / "benchmarks" / "study.md"
-    study = contrasts.Study()
-    table, text = study.table(), page.read_text()
+    stored = contrasts.Study()
+    table, text = stored.table(), page.read_text()
     stated = {row[0]: row[1:] for row in rows(page, "Objectives and formats") if row[0] in contrasts.TABLE}
     expected = {
         name: [figure(table[name, scheme]) if (name, scheme) in table else "" for scheme in summary.SCHEMES]
@@ -117,15 +120,14 @@ def test_the_page_states_the_differences_of_the_logs():
     assert stated == expected
     corrected = contrasts.holm([contrasts.p_value(*found.samples) for found in table.values()])
     remaining = {cell for cell, p in zip(table, corrected, strict=True) if p < contrasts.LEVEL}
-    ratio = "quantized_ratio − naive"
-    assert remaining == {(ratio, "int4"), (ratio, "int3")}
+    assert remaining == {("quantized_ratio − naive", "int4"), ("quantized_ratio − naive", "int3")}
     assert f"has {len(table)} differences" in text
     assert "leaves two: `quantized_ratio` − `naive` with INT4 and INT3" in text
-    ten, pairs = study.arms("seeds"), summary.CONTRASTS["seeds"]
+    ten, pairs = stored.arms("seeds"), summary.CONTRASTS["seeds"]
     accuracies = [summary.plus_minus(summary.summarize(runs)["accuracy"]).replace("0.", ".") for runs in ten.values()]
-    differences = [figure(study.accuracy("seeds", *pair)).rstrip("‡") for pair in pairs]
+    differences = [figure(stored.accuracy("seeds", *pair)).rstrip("‡") for pair in pairs]
     assert [row[1] for row in rows(page, "Ten independent seeds")] == [*accuracies, *differences]
-    before, since = (contrasts.correlation(study.arms(name)["bf16"]) for name in ("main", "seeds"))
+    before, since = (contrasts.correlation(stored.arms(name)["bf16"]) for name in ("main", "seeds"))
     assert f"{before:.3f}; since then {since:+.3f})".replace("0.", ".").replace("-", "−") in text
 
 

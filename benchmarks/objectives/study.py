@@ -44,6 +44,10 @@ def main(argv: list[str] | None = None) -> int:
     if args.list:
         print("\n".join(str(place.relative_to(args.output)) for _, _, place in missing))
         return 0
+    if any(arm.scheme for arm, _, _ in missing):
+        from benchmarks.provenance import require_exact_int8
+
+        require_exact_int8()
     return run_all(missing, args.jobs, args.rollouts)
 
 
@@ -111,7 +115,7 @@ def prepare() -> tuple[Path, dict[str, Any]]:
     from trl_qurl.lab.demo.run import prepare_policy
 
     found = provenance(torch.device("cpu"), measured="trl_qurl")
-    return prepare_policy(), {name: found[name] for name in ("date", "commit", "hardware", "versions")}
+    return prepare_policy(), {name: found[name] for name in ("date", "commit", "hardware", "kind", "versions")}
 
 
 def child(arm: Arm, seed: int, policy_dir: Path, provenance: dict[str, Any], place: Path, core: int) -> None:
