@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from trl_qurl.lab.device import INT8_INSTRUCTIONS
+from trl_qurl.rollout.engine.hardware import saturates
 
 ROOT = Path(__file__).parents[1]
 
@@ -75,8 +75,7 @@ def kind_of_machine() -> str:
 
 def require_exact_int8() -> None:
     """Exit where vLLM's INT8 sums saturate, before hours of training that would describe this CPU alone."""
-    capabilities = torch.cpu.get_capabilities()
-    if not torch.cuda.is_available() and not any(capabilities.get(name) for name in INT8_INSTRUCTIONS):
+    if not torch.cuda.is_available() and saturates():
         sys.exit("This CPU has no VNNI, so vLLM's INT8 sums saturate: choose arms with BF16 rollouts, or another CPU.")
 
 

@@ -147,8 +147,7 @@ def masked_moments(
     elements = tensor.detach().float()[mask.bool()]
     total, count = sum_over_processes(torch.stack([elements.sum(), elements.new_tensor(float(elements.numel()))]))
     mean = total / count
-    squares = sum_over_processes((elements - mean).square().sum())
-    return Moments(mean, squares / (count - 1).clamp(min=0.0))
+    return Moments(mean, sum_over_processes((elements - mean).square().sum()) / (count - 1).clamp(min=0.0))
 
 
 def whiten(tensor: torch.Tensor, mask: torch.Tensor, moments: Moments) -> torch.Tensor:

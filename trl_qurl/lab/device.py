@@ -9,9 +9,6 @@ import platform
 BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")
 """Torch's names of instructions that multiply bfloat16 (x86, x86, ARM). Without them, bfloat16 is emulated."""
 
-INT8_INSTRUCTIONS = ("avx512_vnni", "avx_vnni", "amx_int8")
-"""Torch's names of instructions that add products of INT8 values exactly (x86). Without them, vLLM's sums saturate."""
-
 
 def cpu_settings() -> dict[str, bool]:
     """Return `use_cpu` and `bf16` for a machine without an accelerator; empty if there is one."""

@@ -87,8 +87,7 @@ def load_model(
     cls = getattr(transformers, (config.architectures or [""])[0], transformers.AutoModelForCausalLM)
     has_vision = getattr(config, "vision_config", None) is not None
     tokenizer = transformers.AutoProcessor if has_vision else transformers.AutoTokenizer
-    model = cls.from_pretrained(name_or_path, dtype="auto", **trust)
-    return model, tokenizer.from_pretrained(name_or_path, **trust)
+    return cls.from_pretrained(name_or_path, dtype="auto", **trust), tokenizer.from_pretrained(name_or_path, **trust)
 
 
 @dataclass(frozen=True)

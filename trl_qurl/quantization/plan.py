@@ -92,8 +92,7 @@ def make_plan(model: nn.Module, formats: Formats, ignore: Iterable[str] = ("lm_h
         matched = [name for name, layer in layers.items() if pattern == REST or layer.matches([pattern])]
         own = [name for name in matched if name not in chosen]
         # Libraries order patterns that overlap in other ways, and vLLM matches them with names of fused layers first.
-        overlaps = any(chosen.get(name) not in (None, scheme) for name in matched)
-        patterns = own if overlaps else [pattern]
+        patterns = own if any(chosen.get(name) not in (None, scheme) for name in matched) else [pattern]
         if pattern == REST:
             patterns = linear_targets([*kept, *(earlier for earlier, _ in rules[:number])])
         elif not own:

@@ -132,8 +132,7 @@ def write_config(model: "PreTrainedModel", directory: Path, quantization: dict |
     contents["architectures"] = model.config.architectures or [type(model).__name__]
     if quantization is not None:
         contents["quantization_config"] = quantization
-    text = json.dumps(contents, indent=2, sort_keys=True, default=str)
-    (directory / "config.json").write_text(text + "\n")
+    (directory / "config.json").write_text(json.dumps(contents, indent=2, sort_keys=True, default=str) + "\n")
 
 
 def set_dtype(directory: Path, dtype: torch.dtype | None) -> None:

@@ -177,8 +177,7 @@ def check_full_precision(model: Any, quantization_config: Any, loading: Mapping[
     if isinstance(model, str) and (model[:1] in "./~" or model.count("/") > 1) and not Path(model).is_dir():
         way = "give a directory with a config.json, or a name on the Hub such as Qwen/Qwen2.5-0.5B-Instruct"
         raise FileNotFoundError(f"The model {model} does not exist: {way}.")
-    given = quantization_config, *loading.values()
-    configs = [value for value in given if isinstance(value, QuantizationConfigMixin)]
+    configs = [each for each in (quantization_config, *loading.values()) if isinstance(each, QuantizationConfigMixin)]
     causes = [type(config).__name__ for config in configs if not vars(config).get("dequantize")]
     if isinstance(model, str) and not configs:
         with suppress(OSError):  # loading it says what is missing

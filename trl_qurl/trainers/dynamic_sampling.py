@@ -187,8 +187,7 @@ def informative(rewards: torch.Tensor, group_size: int) -> torch.Tensor:
 
 def weighted_sum(rewards: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Return TRL's total reward, (N,), from rewards per function, (N, functions); NaN if no function scored."""
-    total = (rewards * weights.to(rewards.device)).nansum(1)
-    return total.masked_fill(rewards.isnan().all(1), math.nan)
+    return (rewards * weights.to(rewards.device)).nansum(1).masked_fill(rewards.isnan().all(1), math.nan)
 
 
 @contextmanager

@@ -84,8 +84,7 @@ class QuRLGRPOTrainer(GroupRolloutsMixin, GRPOTrainer):
         if generated[4] is None and self.args.vllm_importance_sampling_correction:
             way = "return a list for each completion (the third result of trainer.vllm_generation.generate)"
             raise ValueError(f"rollout_func returned logprobs=None, but the objective needs them: {way}.")
-        logps = None if generated[4] is None else valid_logps(generated[4])
-        return (*generated[:4], logps, *generated[5:])
+        return (*generated[:4], None if generated[4] is None else valid_logps(generated[4]), *generated[5:])
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self._rollout.generated is None:

@@ -118,8 +118,7 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
         """Return the policy's loss, as the parent does; during its warmup only the critic learns."""
         loss = super().compute_loss(*args, **kwargs)
         # DeepSpeed steps before `CriticWarmupCallback` clears the gradients.
-        is_warmup = self.model.training and self.state.global_step < self.args.critic_warmup_steps
-        return loss * 0.0 if is_warmup else loss
+        return loss * 0.0 if self.model.training and self.state.global_step < self.args.critic_warmup_steps else loss
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run the policy's forward and backward pass, then the critic's, one after the other to save memory."""

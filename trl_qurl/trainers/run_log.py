@@ -53,5 +53,4 @@ def append_row(path: Path, row: dict[str, Any]) -> None:
 
 def _line(content: dict[str, Any]) -> str:
     """Return a line of JSON, with `null` for numbers that JSON cannot represent, such as NaN."""
-    numbers = json.loads(json.dumps(content, default=str), parse_constant=lambda name: None)
-    return json.dumps(numbers) + "\n"
+    return json.dumps(json.loads(json.dumps(content, default=str), parse_constant=lambda name: None)) + "\n"

@@ -7,10 +7,11 @@ import shutil
 import torch
 
 from trl_qurl.lab.comparison import candidates
-from trl_qurl.lab.device import BF16_INSTRUCTIONS, INT8_INSTRUCTIONS, full_precision
+from trl_qurl.lab.device import BF16_INSTRUCTIONS, full_precision
 from trl_qurl.lab.doctor.environment import GIB, driver_version
 from trl_qurl.lab.doctor.report import Evidence, Line, Status
 from trl_qurl.quantization.formats import SCHEMES, UNQUANTIZED
+from trl_qurl.rollout.engine.hardware import saturates
 
 OLDEST_DRIVERS = {13: 580, 12: 525}
 """Minimum NVIDIA driver by major CUDA version, from NVIDIA's page on minor version compatibility.
@@ -75,7 +76,7 @@ def describe_cpu(built: str) -> Line:
         advice = (
             "This CPU emulates bfloat16, in 16-bit rollouts and in bf16 training: train in float32 (--bf16 false)."
         )
-        if not any(cpu.get(name) for name in INT8_INSTRUCTIONS):
+        if saturates():
             advice += " And vLLM's INT8 sums saturate here, because there is no VNNI: good for a trial only."
     return Line("torch", text, Status.NOTE if advice else Status.OK, advice)
 

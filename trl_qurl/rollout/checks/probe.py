@@ -111,8 +111,7 @@ def run_probe(model: Any, answer: list[Continuation], weights: WeightStream, is_
                 disturbed = _score(base, answer)
     finally:
         base.train(training)
-    scored = [logps for continuation in answer for logps in continuation.logps]
-    return compare_probe(scored, policy, disturbed)
+    return compare_probe([logps for continuation in answer for logps in continuation.logps], policy, disturbed)
 
 
 def compare_probe(scored: list[dict[int, float]], policy: torch.Tensor, disturbed: torch.Tensor) -> ProbeResult:

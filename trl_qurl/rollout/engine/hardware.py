@@ -1,6 +1,7 @@
 """What vLLM can run on this machine: kernels that work on its GPU; on a CPU, layers and the memory that is free."""
 
 import importlib.util
+import logging
 import os
 import shutil
 from collections.abc import Collection, Iterator, Mapping
@@ -13,6 +14,7 @@ from trl_qurl.quantization.checkpoint_form import expert_layers
 from trl_qurl.quantization.formats import SCHEMES, gpu_capability
 from trl_qurl.quantization.scheme import QuantizationScheme
 
+logger = logging.getLogger(__name__)
 DISABLED_KERNELS_VARIABLE = "VLLM_DISABLED_KERNELS"  # vLLM's: class names, separated by commas
 AHEAD_OF_TIME_VARIABLE = "VLLM_USE_AOT_COMPILE"  # vLLM's
 # vLLM's model classes that run transformers' code, and their module.
@@ -69,14 +71,23 @@ def check_cpu_build(
 ) -> None:
     """Raise `ValueError` if vLLM runs on a CPU and its build for CPUs does not support a model with these formats.
 
-    `schemes` are those of its layers, or any keys while these are not known. `arguments` are the engine's, by vLLM's
-    names. vLLM would fail minutes later, in other words, or abort the process.
+    vLLM would fail minutes later, in other words, or abort the process. `schemes` are those of its layers, or any keys
+    while these are not known; `arguments` are the engine's, by vLLM's names. Warns if INT8 is inexact on this CPU.
     """
     from vllm.platforms import current_platform
 
-    obstacles = _cpu_obstacles(config, schemes or {}, arguments or {})
-    if current_platform.is_cpu() and (obstacle := next(obstacles, None)):
+    if current_platform.is_cpu() and (obstacle := next(_cpu_obstacles(config, schemes or {}, arguments or {}), None)):
         raise ValueError(f"{obstacle}, or use a GPU.")
+    is_int8 = "int-quantized" in {scheme.checkpoint_format for scheme in (schemes or {}).values()}
+    if current_platform.is_cpu() and is_int8 and saturates():
+        advice = "Good for a trial; to learn from, take 16 bits: rollout_quantization=None (--scheme none)."
+        logger.warning("This CPU has no VNNI, so vLLM's INT8 sums saturate, and the actor is rougher. %s", advice)
+
+
+def saturates() -> bool:
+    """Return whether vLLM's INT8 kernels add products in 16 bits, which saturate: on x86 CPUs without VNNI."""
+    cpu = torch.cpu.get_capabilities()
+    return bool(cpu.get("avx2")) and not any(map(cpu.get, ("avx512_vnni", "avx_vnni", "amx_int8")))
 
 
 def _cpu_obstacles(config: Any, schemes: Mapping[str, QuantizationScheme], arguments: Mapping) -> Iterator[str]:

@@ -108,8 +108,7 @@ def memory_share(weights: int, memory: int) -> float:
     vLLM fills its share with the cache. On top of that, a sync needs two buffers of 256 MiB plus a tensor each (an
     embedding may have 1 GiB), and the layer being rebuilt: calculated, not measured.
     """
-    room = 4 * min(2**30, weights)
-    return max(MEMORY_SHARE / 2, math.floor(100 * (MEMORY_SHARE - room / memory)) / 100)
+    return max(MEMORY_SHARE / 2, math.floor(100 * (MEMORY_SHARE - 4 * min(2**30, weights) / memory)) / 100)
 
 
 def require_vllm() -> None:
