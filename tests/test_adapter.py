@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
+from conftest import needs_avx512
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from tiny import WHOLE_BLOCKS, layers_of, save_tiny, stream_of, tiny_model
@@ -217,7 +218,7 @@ def test_a_run_that_rounded_its_base_does_not_round_it_again(scheme, tmp_path):
 
 @pytest.mark.parametrize("head", ["tied", "untied"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("scheme", ["int8", "w4a16"])
+@pytest.mark.parametrize("scheme", ["int8", pytest.param("w4a16", marks=needs_avx512)])
 def test_a_server_of_the_same_model_has_the_same_base(scheme, dtype, head, tmp_path, monkeypatch):
     """Whatever dtype the trainer loads the model in; and it still has after the trainer's base was rounded."""
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))

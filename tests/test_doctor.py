@@ -321,7 +321,7 @@ def test_the_formats_of_a_gpu(monkeypatch):
     ],
 )
 def test_what_a_cpu_lacks(instructions, threads, notes, monkeypatch):
-    capabilities = {"cpu_name": "Example", **dict.fromkeys(instructions, True)}
+    capabilities = {"cpu_name": "Example", "avx2": True, **dict.fromkeys(instructions, True)}
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
     monkeypatch.setattr(torch, "get_num_threads", lambda: int(threads[0]))
     line = device.describe_cpu("torch")
