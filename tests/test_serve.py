@@ -143,8 +143,8 @@ def cpu(monkeypatch, tmp_path):
 def test_a_cpu_takes_memory_that_is_free(cpu, monkeypatch):
     each, half = cache_of_a_token(), (11 * 10**9 - 2**30) // 2  # of 12 GB less weights and 1 GiB for the process
     for given, needed in (
-        ("--max-model-len=8192", 128 * 8192 * each),  # vLLM's own number of sequences
-        ("--max-model-len 1000 --max-num-seqs 400", 400 * 1024 * each),  # in blocks of 128 tokens
+        ("--max-model-len=8192", 128 * 8193 * each),  # vLLM's own number of sequences, and an empty block
+        ("--max-model-len 1000 --max-num-seqs 400 --dtype=float32", 2 * 128 * 3201 * each),  # 400 times 8 blocks
         ("--max-num-seqs=10000000", half),
         ("--max-model-len 8k", hardware.MIN_CACHE),  # what the model allows
     ):
@@ -176,9 +176,9 @@ def test_a_cpu_keeps_only_what_a_rollout_needs(cpu):
     each = cache_of_a_token()
     load = {"sequences": 1024, "length": 200}  # two blocks of 128 tokens each
     arguments = hardware.cpu_cache_arguments(str(cpu), {"max_model_len": 512}, **load)
-    assert arguments == {"kv_cache_memory_bytes": 1024 * 256 * each}
+    assert arguments == {"kv_cache_memory_bytes": 128 * 2049 * each}, "vLLM leaves a block empty"
     few = hardware.cpu_cache_arguments(str(cpu), {"max_model_len": 2**20}, sequences=1, length=200)
-    assert few == {"kv_cache_memory_bytes": 2**20 * each}, "vLLM wants room for one whole context"
+    assert few == {"kv_cache_memory_bytes": (2**20 + 128) * each}, "vLLM wants room for one whole context"
     many = hardware.cpu_cache_arguments(str(cpu), {"max_model_len": 512}, 10**6, 512, share=0.3)
     assert many == {"kv_cache_memory_bytes": int(0.3 * (11 * 10**9 - 2**30))}, "the share is the limit"
 

@@ -98,7 +98,8 @@ def fitting_formats(
     The model's weights are not needed. Raises `ValueError` if a requested format does not fit, or there is nothing to
     quantize.
     """
-    from trl_qurl.quantization.plan import make_plan
+    from trl_qurl.quantization.plan import make_plan, schemes_of
+    from trl_qurl.rollout.engine.hardware import kernel_environment
 
     fitting = candidates(names)
     for name, formats in [*fitting.items()]:
@@ -109,6 +110,7 @@ def fitting_formats(
                 raise
             say(f"{label(name)} is left out: {error}")
             del fitting[name]
+    kernel_environment(*(each for formats in fitting.values() for each in schemes_of(formats)))  # warns, if it has to
     return fitting
 
 

@@ -43,12 +43,15 @@ def kernel_environment(*schemes: QuantizationScheme) -> dict[str, str]:
     """Return the environment that vLLM needs before an engine of these formats starts, but for what the user has set.
 
     On a CPU, vLLM 0.31 saves what it compiles ahead of time but never loads it (docs/upstream.md). Without that,
-    torch's own cache shortens the next start. On a GPU the environment is the same for all formats, because vLLM reads
-    it once per process. Raises `ValueError` if vLLM has no kernel for a format that works on this GPU: with a
-    weight-only one, activations would stay exact.
+    torch's own cache shortens the next start. Logs a warning if INT8 is inexact there. On a GPU the environment is the
+    same for all formats, because vLLM reads it once per process. Raises `ValueError` if vLLM has no kernel for one
+    that works on this GPU: with a weight-only one, activations would stay exact.
     """
     capability = gpu_capability()
     if capability is None:
+        if saturates() and any(scheme.checkpoint_format == "int-quantized" for scheme in schemes):
+            advice = "Good for a trial. Exact: rollout_quantization=None, vllm_engine_kwargs={'dtype': 'float32'}."
+            logger.warning("This CPU has no VNNI, so vLLM's INT8 sums saturate, and the actor is rougher. %s", advice)
         return {} if AHEAD_OF_TIME_VARIABLE in os.environ else {AHEAD_OF_TIME_VARIABLE: "0"}
     available = available_formats()
     for scheme in [scheme for scheme in schemes if scheme.name not in available]:
@@ -72,16 +75,12 @@ def check_cpu_build(
     """Raise `ValueError` if vLLM runs on a CPU and its build for CPUs does not support a model with these formats.
 
     vLLM would fail minutes later, in other words, or abort the process. `schemes` are those of its layers, or any keys
-    while these are not known; `arguments` are the engine's, by vLLM's names. Warns if INT8 is inexact on this CPU.
+    while these are not known; `arguments` are the engine's, by vLLM's names.
     """
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu() and (obstacle := next(_cpu_obstacles(config, schemes or {}, arguments or {}), None)):
         raise ValueError(f"{obstacle}, or use a GPU.")
-    is_int8 = "int-quantized" in {scheme.checkpoint_format for scheme in (schemes or {}).values()}
-    if current_platform.is_cpu() and is_int8 and saturates():
-        advice = "Good for a trial; to learn from, take 16 bits: rollout_quantization=None (--scheme none)."
-        logger.warning("This CPU has no VNNI, so vLLM's INT8 sums saturate, and the actor is rougher. %s", advice)
 
 
 def saturates() -> bool:
@@ -162,17 +161,18 @@ def cpu_cache_arguments(
 
 
 def cache_bytes(checkpoint: str, arguments: Mapping[str, Any], sequences: int, length: int) -> int:
-    """Return the size of the keys and values of sequences in 16 bits, and at least of one that fills the context."""
+    """Return the bytes of the keys and values of sequences, and at least of one that fills the context."""
     from transformers import AutoConfig
 
     trust = arguments.get("trust_remote_code", False) is not False  # on a command line, it has no value
     text = AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust).get_text_config()
     given = str(arguments.get("max_model_len"))
     context = int(given) if given.isdecimal() else text.max_position_embeddings  # vLLM also takes "auto" and "8k"
-    blocks = max(-(-context // BLOCK), sequences * -(-min(context, length) // BLOCK))
+    blocks = 1 + max(-(-context // BLOCK), sequences * -(-min(context, length) // BLOCK))  # vLLM leaves one empty
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return blocks * BLOCK * text.num_hidden_layers * heads * width * 2 * 2
+    size = 4 if "float32" in str(arguments.get("dtype")) else 2
+    return blocks * BLOCK * text.num_hidden_layers * heads * width * 2 * size
 
 
 def free_memory() -> int:
