@@ -86,7 +86,7 @@ def few_shot(held_out: bool) -> list[tuple[Messages, int]]:
 
 
 def equations(held_out: bool) -> list[tuple[Messages, int]]:
-    """One-digit sums and products without an example: a base model knows them, but samples other text as often."""
+    """One-digit sums and products without an example: a base model samples four right answers of ten."""
     return calculations(held_out, range(2, 10))
 
 
@@ -122,6 +122,6 @@ TASKS = {
         held_out=equations(held_out=True),
         reward=first_number,
         longest=5,
-        learning_rate=1e-6,  # Gemma 3 270M forgets everything in eight updates at 1e-5
+        learning_rate=1e-6,  # TRL's; at 1e-5 Gemma 3 270M forgot everything in eight updates of few_shot
     ),
 }

@@ -184,8 +184,7 @@ def test_a_rounded_base_equals_the_engines_dequantized_codes(scheme, dtype):
         tensors = {part.removeprefix(f"{layer}."): t for part, t in sent.items() if part.startswith(f"{layer}.")}
         if scheme.checkpoint_format == "pack-quantized":  # vLLM keeps scales of groups in its own dtype
             tensors["weight_scale"] = tensors["weight_scale"].to(dtype).float()
-        expected = scheme.dequantize(tensors)
-        assert torch.equal(rounded[name], expected), name
+        assert torch.equal(rounded[name], scheme.dequantize(tensors)), name
         assert not torch.equal(rounded[name], weight), name
     assert model.config.rounded_base == scheme.name
 

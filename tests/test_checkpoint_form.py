@@ -25,13 +25,14 @@ from transformers.core_model_loading import Chunk, WeightConverter, WeightRenami
 from trl.distributed import DistributedBackend
 
 from trl_qurl import cli
+from trl_qurl.lab.comparison import fitting_formats
 from trl_qurl.quantization import get_scheme, make_plan, write_checkpoint
 from trl_qurl.quantization.checkpoint import load_model
 from trl_qurl.quantization.checkpoint_form import CheckpointForm
 from trl_qurl.quantization.layers import ignored_modules
 from trl_qurl.quantization.merging import model_parameters
 from trl_qurl.rollout.adapter import adapter_obstacle, check_rounding
-from trl_qurl.rollout.engine.hardware import check_cpu_build, kernel_environment
+from trl_qurl.rollout.engine.hardware import check_cpu_build
 from trl_qurl.rollout.errors import ServerError
 from trl_qurl.rollout.routes import StreamRoute
 from trl_qurl.rollout.sync import WeightSync
@@ -114,9 +115,10 @@ def test_a_buffer_that_chooses_experts_is_in_the_checkpoint(tmp_path):
 
 
 def test_a_format_without_a_kernel_for_this_cpu_is_refused_and_an_inexact_one_named(monkeypatch, caplog):
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True, "avx512_f": False})
-    kernel_environment(get_scheme("int8"))
-    assert "no VNNI" in caplog.text or torch.cuda.is_available()
+    for name, has in (("int8", True), ("w8a16", False), ("int8", False)):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda has=has: {"avx2": True, "avx512_vnni": has})
+        fitting_formats(tiny_model(), [name], ["lm_head"], print)
+    assert caplog.text.count("no VNNI") == (not torch.cuda.is_available())
     message = "For W4A16, vLLM.s CPU build has kernels only for CPUs with avx512_f, which this one lacks: choose"
     with nullcontext() if torch.cuda.is_available() else pytest.raises(ValueError, match=message):
         check_cpu_build(tiny_model().config, {"layer": get_scheme("w4a16")})

@@ -327,5 +327,4 @@ def test_what_a_cpu_lacks(instructions, threads, notes, monkeypatch):
     line = device.describe_cpu("torch")
     assert line.status is (Status.NOTE if notes else Status.OK) and f"(Example, {threads})" in line.text
     text = " ".join(as_text(line).split())
-    found = [note for note in ("emulates bfloat16", "INT8 sums saturate") if note in text]
-    assert found == notes
+    assert [note for note in ("emulates bfloat16", "INT8 sums saturate") if note in text] == notes

@@ -96,7 +96,7 @@ def fitting_formats(
     """Return the named formats; without `names`, all that fit the model: `say` gets a message for each other one.
 
     The model's weights are not needed. Raises `ValueError` if a requested format does not fit, or there is nothing to
-    quantize.
+    quantize; `kernel_environment` warns and raises here, too, because the engines' processes are silent.
     """
     from trl_qurl.quantization.plan import make_plan, schemes_of
     from trl_qurl.rollout.engine.hardware import kernel_environment
@@ -110,7 +110,7 @@ def fitting_formats(
                 raise
             say(f"{label(name)} is left out: {error}")
             del fitting[name]
-    kernel_environment(*(each for formats in fitting.values() for each in schemes_of(formats)))  # warns, if it has to
+    kernel_environment(*(each for formats in fitting.values() for each in schemes_of(formats)))
     return fitting
 
 

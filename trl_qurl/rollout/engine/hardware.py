@@ -44,8 +44,8 @@ def kernel_environment(*schemes: QuantizationScheme) -> dict[str, str]:
 
     On a CPU, vLLM 0.31 saves what it compiles ahead of time but never loads it (docs/upstream.md). Without that,
     torch's own cache shortens the next start. Logs a warning if INT8 is inexact there. On a GPU the environment is the
-    same for all formats, because vLLM reads it once per process. Raises `ValueError` if vLLM has no kernel for one
-    that works on this GPU: with a weight-only one, activations would stay exact.
+    same for all formats, because vLLM reads it once per process. Raises `ValueError` if none of vLLM's kernels for a
+    format works on this GPU: with a weight-only kernel, activations would stay exact.
     """
     capability = gpu_capability()
     if capability is None:
