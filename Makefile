@@ -76,7 +76,7 @@ format: setup ## let ruff fix and format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-size: setup ## count lines, long files and settings, and compare them with their limits
+size: setup ## count long files and functions, and settings, and compare them with their limits
 	@$(BIN)/python tools/size.py
 
 # The CPU lock leaves out three packages that vLLM lists but does not need, and whose CUDA builds break a CPU torch.

@@ -1,34 +1,23 @@
-"""`make size`: print how large the project is, and fail if it exceeds a limit.
+"""`make size`: print what makes the project hard to read, and fail if it exceeds a limit.
 
-Lines are those of Python files, including blank lines and docstrings. The core is everything in trl_qurl/ except lab/.
-Words do not include code blocks. A limit is what its part needs plus a little room: lower it after a part has become
-smaller, and raise it only with a reason in the commit that does so.
+There is no limit on lines or words: sparse is better than dense.
 """
 
 import ast
 import dataclasses
-import re
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trl_qurl"
-LONGEST_FILE, LONGEST_FUNCTION = 300, 60
+LONGEST_FILE, LONGEST_FUNCTION = 400, 60
 
 LIMITS: dict[str, int] = {
-    "core, lines": 8_550,
-    "lab, lines": 5_340,
-    "tests, lines": 21_780,
-    "benchmarks, lines": 4_800,
     f"files over {LONGEST_FILE} lines": 0,
     f"functions over {LONGEST_FUNCTION} lines": 0,
     "uses of substitute": 8,
     "settings added to TRL's": 22,
     "entries in trl_qurl/": 12,
-    "pages in docs/ and README": 20,
-    "words on them": 20_000,
-    "words of other Markdown": 20_000,
 }
 """Limit of each figure."""
 
@@ -41,11 +30,6 @@ def count_lines(path: Path) -> int:
 def python_files(folder: Path) -> list[Path]:
     """The Python files of a folder and the folders in it."""
     return sorted(folder.rglob("*.py"))
-
-
-def total(paths: Iterable[Path]) -> int:
-    """The lines of several files."""
-    return sum(map(count_lines, paths))
 
 
 def long_functions(path: Path) -> list[str]:
@@ -61,18 +45,6 @@ def substitutions(path: Path) -> list[str]:
     calls = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
     names = [node for node in calls if isinstance(node.func, ast.Name) and node.func.id == "substitute"]
     return [f"{path.relative_to(ROOT)}:{node.lineno}" for node in names]
-
-
-def count_words(page: Path) -> int:
-    """The words of a page, without code blocks and comments."""
-    return len(re.sub(r"```.*?```|<!--.*?-->", "", page.read_text(encoding="utf-8"), flags=re.DOTALL).split())
-
-
-def other_pages() -> list[Path]:
-    """The Markdown pages outside docs/, with the README: changelog, benchmarks, tests, environments."""
-    folders = [".github", "benchmarks", "notebooks", "requirements", "tests"]
-    pages = [page for folder in folders for page in (ROOT / folder).rglob("*.md")]
-    return sorted([*pages, *ROOT.glob("*.md")])
 
 
 def added_fields() -> list[str]:
@@ -92,20 +64,12 @@ def main() -> int:
     core = [path for path in python_files(PACKAGE) if path not in lab]
     long = [f"{path.relative_to(ROOT)}: {n}" for path in (*core, *lab) if (n := count_lines(path)) > LONGEST_FILE]
     functions = [function for path in (*core, *lab) for function in long_functions(path)]
-    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     figures = [
-        total(core),
-        total(lab),
-        total(python_files(ROOT / "tests")),
-        total(python_files(ROOT / "benchmarks")),
         len(long),
         len(functions),
         sum(len(substitutions(path)) for path in core),
         len(added_fields()),
         len([path for path in PACKAGE.iterdir() if path.name != "__pycache__"]),
-        len(pages),
-        sum(map(count_words, pages)),
-        sum(map(count_words, other_pages())),
     ]
     exceeded = False
     for (name, goal), figure in zip(LIMITS.items(), figures, strict=True):
