@@ -571,7 +571,7 @@ def test_engine_arguments_are_those_the_config_reserves():
     assert keywords.keys() == TAKEN_ENGINE_ARGUMENTS.keys() - ours | {"seed"}, "see config.TAKEN_ENGINE_ARGUMENTS"
     expected = {
         "max_num_batched_tokens": "4096",  # as the docstring of the config says
-        "seed": "accelerator.process_index // self.tensor_parallel_size",  # build_engine counts engines by it
+        "seed": "accelerator.process_index // self.tensor_parallel_size",  # as our backend numbers engines
         "logprobs_mode": "'processed_logprobs'",  # the importance ratio needs these
         "model": "model.name_or_path",  # _starts_from_checkpoint asks whether it is empty
     }

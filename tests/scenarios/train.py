@@ -13,6 +13,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from accelerate.utils import gather_object
 from child import run_all
@@ -31,6 +32,13 @@ PROMPTS = ["ab", "cde", "f g", "h1", "i22", "jj", "k", "lm"]
 
 def count_vowels(completions, **kwargs):
     return [sum(character in "aeiou4567" for character in completion) / 8 for completion in completions]
+
+
+def reseed_globally(completions, **kwargs):
+    """The same reward, from a function that seeds the generators of the process, as libraries of users do."""
+    numpy.random.seed(0)
+    torch.manual_seed(0)
+    return count_vowels(completions)
 
 
 def export_with_adapter(trainer, directory: Path) -> None:
@@ -126,6 +134,7 @@ FLAGS = {
     "rloo": "without ratios of single tokens",
     "critic-lora": "a critic with an adapter",
     "save": "save the model to output_dir at the end",
+    "reseed": "with a reward that seeds NumPy's and torch's generators",
     "delayed": "by one rollout, in the order of the run before",
 }
 VALUES = {
@@ -177,6 +186,8 @@ def build(options: argparse.Namespace) -> Any:
     prompts, reward = PROMPTS * 4, count_vowels
     if options.useless:
         prompts, reward = [f"{prompt}{i}" for i in range(4) for prompt in PROMPTS], Teaching(options.useless)
+    if options.reseed:
+        reward = reseed_globally
     return cls(
         model=options.model or tiny_model(tie_word_embeddings=not options.untied),
         reward_funcs=reward,

@@ -8,7 +8,7 @@ parent's code still generates completions.
 import functools
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ from trl_qurl.quantization.plan import format_name
 from trl_qurl.rollout.adapter import adapter_obstacle, adapter_rank, check_rounding, engine_rank
 from trl_qurl.rollout.directory import CheckpointFolder
 from trl_qurl.rollout.engine import colocated
+from trl_qurl.rollout.engine.randomness import EngineNoise
 from trl_qurl.rollout.engine.served import ServedEngine
 from trl_qurl.rollout.images import as_plain, check_seen
 from trl_qurl.rollout.preparation import RolloutSettings, choose_adapter, choose_route, prepare_weights
@@ -67,6 +68,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
 
     sync: WeightSync  # keeps the engine at the policy's weights
     _folder: CheckpointFolder | None = None  # of files that an engine starts from or loads
+    _noise: EngineNoise | None = None  # of a colocated engine; a server gets its noise with each sync
     context: int  # tokens of a prompt and its completion that the engine holds
 
     def __init__(
@@ -134,6 +136,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         if name == "adapter":
             cls, for_adapter = colocated.with_adapter(cls, adapter_rank(self.model))
         engine_kwargs = {"seed": self.rollout.seed, **for_adapter, **self.rollout.engine_kwargs}
+        self._noise = EngineNoise(engine_kwargs["seed"], self.accelerator.process_index // self.tensor_parallel_size)
         plan, arguments = self.weights.plan, {"model_impl": self.model_impl, **engine_kwargs}
         colocated.prepare_process(plain_model(self.model), self.weights, arguments, self.accelerator.num_processes)
         route = self._make_route(name)
@@ -239,7 +242,8 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         self.check_room(prompts)
         plain = [as_plain(prompt, self.current.plain_prompts) for prompt in prompts] if expands else prompts
         try:
-            output = super().generate(prompts=plain, images=images, num_generations=num_generations, **kwargs)
+            with self._noise_of_generation():
+                output = super().generate(prompts=plain, images=images, num_generations=num_generations, **kwargs)
         except Exception:
             if self.rollout.is_served and self.accelerator.is_main_process:
                 # The other processes wait for the completions, inside the parent's method.
@@ -248,6 +252,12 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         if expands:
             check_seen(prompts, output[0])
         return output
+
+    def _noise_of_generation(self) -> AbstractContextManager[None]:
+        if self._noise is None:
+            return nullcontext()
+        mode = "train" if self.model.training else "eval"
+        return self._noise.of_generation(self._global_step(), mode)
 
     def _reconnect(self) -> None:
         self.current.cost.recoveries += 1

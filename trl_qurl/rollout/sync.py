@@ -79,7 +79,7 @@ class WeightSync:
         if route.weights.smoothing is not None and not is_repeated:
             route.weights.smoothing.begin_sync()
         is_checked = interval > 0 or is_repeated
-        # Digests would hide a race between a receiver's streams, and no GPU has shown yet that there is none.
+        # Digests would hide a race between a receiver's streams, and NCCL has not shown on a GPU that there is none.
         is_unproven = route.is_served and route.folder is None
         is_probed = is_checked and (is_repeated or is_unproven or self._count % interval == 0)
         if is_repeated or (is_checked and self._count == 0):

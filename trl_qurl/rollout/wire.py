@@ -26,7 +26,7 @@ class WeightUpdate(NamedTuple):
     version: str  # name of the weights; the engine reports it from then on
     digest: bool = False  # whether each worker records a digest of every tensor it receives
     metadata: TensorMetadata | None = None  # of a stream to an engine in another process
-    noise: str | None = None  # what seeds a server's sampler; in its own process, the trainer shares the generator
+    noise: str | None = None  # what seeds a server's sampler; a colocated engine has `EngineNoise`
 
 
 class EngineDescription(NamedTuple):

@@ -112,9 +112,7 @@ def build_engine(cls: type, start: Path | None, engine_kwargs: dict[str, Any], l
         given = {name: trl_kwargs.get(name, False) for name in ("max_model_len", "trust_remote_code")} | engine_kwargs
         load = trl_kwargs["max_num_seqs"], PROMPT + length
         trl_kwargs |= hardware.cpu_cache_arguments(trl_kwargs["model"], given, *load, TRL_MEMORY_SHARE)
-    # TRL's seed is the engine's number alone; far apart, no two engines of neighboring seeds share their noise.
-    seed = engine_kwargs["seed"] + 10_000 * trl_kwargs["seed"]
-    return cls(**trl_kwargs | engine_kwargs | {"seed": seed}, worker_extension_cls=wire.WORKER_EXTENSION)
+    return cls(**trl_kwargs | engine_kwargs, worker_extension_cls=wire.WORKER_EXTENSION)
 
 
 def release_when_deleted(llm: "LLM") -> None:

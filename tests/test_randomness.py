@@ -1,0 +1,49 @@
+"""The noise of a colocated engine: its own, and repeatable.
+
+Drawn as vLLM draws it: Model Runner V1 samples from torch's generator, V2 takes a seed for each request from NumPy's.
+"""
+
+import numpy
+import torch
+
+from trl_qurl.rollout.engine.randomness import EngineNoise
+
+
+def draw(noise: EngineNoise, step: int, mode: str = "train") -> tuple[float, int]:
+    with noise.of_generation(step, mode):
+        return torch.rand(1).item(), int(numpy.random.randint(2**31))
+
+
+def test_each_generation_has_its_own_noise():
+    drawn = [draw(EngineNoise(seed, engine), step) for seed in (1, 2) for engine in (0, 1) for step in (0, 1)]
+    noise = EngineNoise(1, 0)
+    drawn += [draw(noise, 2), draw(noise, 2), draw(noise, 2, "eval")]
+    for values in zip(*drawn, strict=True):
+        assert len(set(values)) == len(drawn)
+
+
+def test_a_resumed_run_draws_what_the_uninterrupted_one_drew():
+    whole, resumed = EngineNoise(1, 0), EngineNoise(1, 0)
+    draw(whole, 0)
+    draw(whole, 4)
+    draw(whole, 4, "eval")  # an evaluation before the checkpoint, which the resumed run does not repeat
+    assert draw(whole, 8) == draw(resumed, 8)
+    assert draw(whole, 8) == draw(resumed, 8)
+
+
+def test_the_ranks_of_an_engine_draw_alike_whatever_their_processes_drew():
+    first = draw(EngineNoise(1, 0), 3)
+    numpy.random.rand(5)
+    torch.rand(5)
+    assert draw(EngineNoise(1, 0), 3) == first
+
+
+def test_the_generators_of_the_process_stay_as_they_were():
+    def following(draws: bool) -> tuple[float, float]:
+        numpy.random.seed(0)
+        torch.manual_seed(0)
+        if draws:
+            draw(EngineNoise(1, 0), 0)
+        return numpy.random.rand(), torch.rand(1).item()
+
+    assert following(draws=True) == following(draws=False)
