@@ -1,9 +1,10 @@
 """Trainer callbacks."""
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel, TrainerCallback, TrainerState, TrainingArguments
+from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from trl_qurl.quantization.uaq import recorded_scale, scale_model_
 from trl_qurl.trainers.run_log import RUN_LOG, append_row, begin_log
@@ -42,6 +43,43 @@ class TrainerAwareCallback(TrainerCallback):
     """
 
     trainer: Any  # a weak proxy, so deleting a trainer frees its engine
+
+
+class SavingBetweenSteps(TrainerAwareCallback):
+    """Callback that moves a checkpoint that is saved inside a step to the step's end.
+
+    `enable_jit_checkpoint` saves before the optimizer's step, but a rollout's micro-batches count as used by then, and
+    PPO's critic has stepped.
+    """
+
+    def __init__(self) -> None:
+        self._is_inside = False  # a step
+        self._moved: Path | None = None  # where the checkpoint would have been
+
+    def moves(self, checkpoint: Path) -> bool:
+        """Return whether a checkpoint that is to be saved now has to wait for the end of the step."""
+        if self._is_inside:
+            self._moved = checkpoint
+        return self._is_inside
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Forget a step that was interrupted."""
+        self._is_inside = False
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Note that a step has begun."""
+        self._is_inside = True
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Save what was to be saved inside the step."""
+        self._is_inside = False
+        if self._moved is None:
+            return
+        control.should_save = True
+        if args.should_save:
+            with suppress(OSError):
+                self._moved.rmdir()  # transformers has made it, and left it empty
+        self._moved = None
 
 
 class RunLogCallback(TrainerCallback):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.logging import get_logger
 from accelerate.utils import DistributedType, GradientAccumulationPlugin, is_peft_model
 from torch.distributed.tensor import DTensor
 from transformers import (
@@ -32,9 +33,12 @@ from trl.trainer.utils import create_model_from_path, disable_dropout_in_model, 
 from trl_qurl.config import QuRLPPOConfig
 from trl_qurl.quantization.checkpoint_form import whole
 from trl_qurl.quantization.storage import new_directory
+from trl_qurl.trainers.resuming import check_loaded, load_policy
 
 if TYPE_CHECKING:
     from peft import PeftConfig
+
+logger = get_logger(__name__)  # logs in the main process only
 
 CRITIC_DIRECTORY = "critic"  # in the directory where `save_model` writes the policy
 STATE_DIRECTORY = "critic_state"  # of the critic and its optimizer, in a checkpoint
@@ -63,6 +67,7 @@ class Critic:
         """Build the optimizer on the first call; training may start several times."""
         if self._optimizer is None:
             self.model, self._optimizer = self.accelerator.prepare(self.model, build_optimizer(self.model))
+        self._optimizer.zero_grad()  # of a step that was interrupted
 
     @torch.no_grad()
     def rollout_values(self, batch: dict[str, Any], batch_size: int) -> torch.Tensor:
@@ -110,9 +115,33 @@ class Critic:
         self.accelerator.save_state(str(checkpoint / STATE_DIRECTORY))
 
     def load_state(self, checkpoint: Path) -> None:
-        """Load what `save_state` wrote."""
-        # Load via the CPU: torch cannot load directly to "cpu:0", the device of processes in a distributed CPU run.
-        self.accelerator.load_state(str(checkpoint / STATE_DIRECTORY), map_location="cpu")
+        """Load what `save_state` wrote; without it (`save_only_model`) the model alone, with a new optimizer.
+
+        Raises:
+            ValueError: The optimizer's state is missing, and the model is sharded.
+            RuntimeError: The model does not hold what the checkpoint's `critic/` holds.
+        """
+        is_sharded = self.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+        state = checkpoint / STATE_DIRECTORY
+        model = checkpoint / CRITIC_DIRECTORY
+        missing = f"{checkpoint} has no {STATE_DIRECTORY}/ (save_only_model=True)"
+        if state.is_dir():
+            # Via the CPU: torch cannot load directly to "cpu:0", the device of processes in a distributed CPU run.
+            self.accelerator.load_state(str(state), map_location="cpu")
+        elif is_sharded:
+            way = f"start a new run with model={str(checkpoint)!r} and value_model={str(model)!r}"
+            raise ValueError(f"{missing}, and a sharded critic cannot be loaded without it: {way}.")
+        else:
+            logger.warning(f"{missing}: the critic's optimizer is new.")
+            self._load_model(model)
+        if not is_sharded:
+            check_loaded("critic", self.accelerator.unwrap_model(self.model), model)
+
+    def _load_model(self, directory: Path) -> None:
+        model = self.accelerator.unwrap_model(self.model)
+        if not load_policy(model, directory):
+            saved = type(model).from_pretrained(directory, dtype=model.dtype)
+            model.load_state_dict(saved.state_dict())
 
 
 def load_critic_model(

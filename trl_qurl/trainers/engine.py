@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 from accelerate import Accelerator
 from transformers import TrainerState
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.trainer.utils import get_config_model_id
 
 from trl_qurl.quantization.formats import SCHEMES
@@ -22,6 +23,7 @@ from trl_qurl.quantization.storage import set_dtype
 from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.ahead import AheadVLLMGeneration
 from trl_qurl.rollout.backend import QuantizedVLLMGeneration
+from trl_qurl.rollout.recovery import raise_everywhere
 from trl_qurl.rollout.substitution import substitute
 from trl_qurl.trainers.arguments import (
     applies_uaq,
@@ -30,8 +32,20 @@ from trl_qurl.trainers.arguments import (
     checked_config,
     rollout_settings,
 )
-from trl_qurl.trainers.callbacks import RunLogCallback, TrainerAwareCallback, UpdateAwareQuantizationCallback
+from trl_qurl.trainers.callbacks import (
+    RunLogCallback,
+    SavingBetweenSteps,
+    TrainerAwareCallback,
+    UpdateAwareQuantizationCallback,
+)
 from trl_qurl.trainers.model_card import add_rollouts, quantized_card
+from trl_qurl.trainers.resuming import (
+    check_complete,
+    check_loaded,
+    last_complete_checkpoint,
+    load_policy,
+    written_whole,
+)
 from trl_qurl.trainers.saving import write_quantized
 
 TRLTrainer: Any = object  # to mypy, the mixin has all that a trainer has: it allows no `super()` into a protocol
@@ -83,10 +97,11 @@ class QuantizedEngineMixin(TRLTrainer):
         args = arguments["args"] = checked_config(type(self), arguments.get("args"), arguments.get("model"))
         self._before_engine(args, arguments)
         self._step_timer = StepTimer()
+        self._saving = SavingBetweenSteps()
         # Ours go first: rows logged by user callbacks belong in run.jsonl, their time in no step.
         run_log = RunLogCallback({"updates_per_rollout": args.updates_per_rollout, "algorithm": self._algorithm})
         uaq = [UpdateAwareQuantizationCallback(args.uaq_scale)] if applies_uaq(args, arguments) else []
-        arguments["callbacks"] = [*uaq, self._step_timer, run_log, *(arguments.get("callbacks") or [])]
+        arguments["callbacks"] = [*uaq, self._step_timer, self._saving, run_log, *(arguments.get("callbacks") or [])]
         # vLLM freezes the garbage collector, so a reference cycle through the trainer would keep its engine.
         trainer = weakref.proxy(self)
         generation = functools.partial(
@@ -99,6 +114,43 @@ class QuantizedEngineMixin(TRLTrainer):
             super().__init__(**arguments)
         for callback in self.callback_handler.callbacks:
             self._set_trainer(callback)
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Train as the parent does. `True` resumes from the last checkpoint that is complete."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = str(last_complete_checkpoint(self.args.output_dir))
+        elif resume_from_checkpoint:
+            resume_from_checkpoint = str(check_complete(resume_from_checkpoint))
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        checkpoint = Path(self._get_output_dir(trial=trial), name)
+        if self._saving.moves(checkpoint):
+            return
+        with written_whole(checkpoint, self.args.should_save):
+            self._save_rollout(checkpoint)  # before transformers' last file, by which a checkpoint counts as complete
+            super()._save_checkpoint(model, trial)
+
+    def _save_rollout(self, checkpoint: Path) -> None:
+        """Add to a checkpoint what a resumed run needs besides transformers' own files."""
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if self.is_fsdp_enabled or not load_policy(self.model, Path(resume_from_checkpoint)):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        best = Path(self.state.best_model_checkpoint)
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled or not load_policy(self.model, best):
+            super()._load_best_model()
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None or self.is_deepspeed_enabled:  # ZeRO's checkpoints hold other tensors
+            return
+        policy = self.accelerator.unwrap_model(self.model)
+        is_reader = self.is_world_process_zero()
+        raise_everywhere(lambda: check_loaded("policy", policy, Path(checkpoint), is_reader))
 
     def _before_engine(self, args: Any, arguments: dict[str, Any]) -> None:
         """Check the constructor's arguments, by TRL's names. What may fail belongs before the engine's slow start."""

@@ -161,6 +161,10 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
         if checkpoint is not None:
             self.critic.load_state(Path(checkpoint))
 
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        self.critic.load_state(Path(self.state.best_model_checkpoint))
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the policy as a transformers model, and the critic in its subdirectory `critic/`."""
         self.critic.save_pretrained(Path(output_dir or self.args.output_dir) / CRITIC_DIRECTORY, self._tokenizer)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.data_utils import prepare_multimodal_messages
 from trl.trainer.utils import RepeatSampler
 
@@ -21,6 +20,7 @@ from trl_qurl.trainers.arguments import check_arguments, check_prompts
 from trl_qurl.trainers.dynamic_sampling import named_rewards
 from trl_qurl.trainers.engine import QuantizedEngineMixin
 from trl_qurl.trainers.guard import MismatchGuard
+from trl_qurl.trainers.reference import load_reference, save_reference, warn_of_another_reference
 from trl_qurl.trainers.saving import load_rollout_state, save_rollout_state, skip_epochs
 from trl_qurl.trainers.scoring import ScoringPass, cap_of, learned_tokens, loss_metrics
 
@@ -38,6 +38,7 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
 
     _smooths_by_loss = False
     _train_sampler: RepeatSampler | None = None
+    _buffered_inputs: Any  # TRL's batches of the current rollout
     _pass: ScoringPass | None = None  # inside `_watch_pass`
     _upcoming_rows: UpcomingRows | None = None
 
@@ -49,6 +50,8 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
         self._mismatch = MismatchTally(self.accelerator)
         self._guard = MismatchGuard(self.args)
         self.add_callback(self._guard)
+        if self.ref_model is not None:
+            warn_of_another_reference(self.model, self.ref_model, self.accelerator)
 
     def _before_engine(self, args: Any, arguments: dict[str, Any]) -> None:
         super()._before_engine(args, arguments)
@@ -102,12 +105,23 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as the parent does, and abort a rollout that is still out at the end."""
-        self._upcoming_rows = None
+        self._forget_rollout()
         try:
             return super().train(*args, **kwargs)
         finally:
             if self._ahead is not None:
                 self._ahead.drop()
+
+    def _forget_rollout(self) -> None:
+        """Begin with a new rollout, because one that was interrupted is of other weights.
+
+        A checkpoint brings its own.
+        """
+        self._step = 0
+        self._buffered_inputs = None
+        self._upcoming_rows = None
+        self._mismatch = MismatchTally(self.accelerator)
+        self._metrics["train"].clear()
 
     def _first_prompts(self) -> Tokens:
         if self._is_vlm or getattr(self, "environment_factories", None) is not None:
@@ -225,10 +239,11 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
         if self._ahead is not None:
             self._ahead.load_state(state["ahead"])
 
-    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
-        super()._save_checkpoint(model, trial)
-        checkpoint = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+    def _save_rollout(self, checkpoint: Path) -> None:
+        super()._save_rollout(checkpoint)
         save_rollout_state(self._rollout_state(), checkpoint, self.accelerator, self.args)
+        if vars(self.args).get("sync_ref_model"):
+            save_reference(self.ref_model, self.accelerator, checkpoint)
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
         self._train_sampler = super()._get_train_sampler(dataset)
@@ -237,6 +252,8 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
+            if vars(self.args).get("sync_ref_model"):
+                load_reference(self.ref_model, self.accelerator, Path(checkpoint))
             skip_epochs(self._train_sampler, self.state.epoch)  # `self.state` is the checkpoint's by now
             if state := load_rollout_state(Path(checkpoint), self.accelerator, self.args):
                 self._load_rollout_state(state)

@@ -1,0 +1,173 @@
+"""What comes back after a stop: complete checkpoints, all of a run's models, and a proof that they are the saved ones.
+
+transformers looks for the last checkpoint by its name, complete or not. It loads the adapters of subdirectories, such
+as TRL's `ref/` and our `critic/`, instead of the policy's own; and where a model's parameters have other names or
+shapes than its checkpoint's tensors, as experts do, it leaves them as they are and logs their names.
+"""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from accelerate.logging import get_logger
+from accelerate.utils import is_peft_model
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from transformers.trainer_callback import TrainerState
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from trl_qurl.quantization.checkpoint_form import CheckpointForm, NamedTensors
+from trl_qurl.quantization.merging import gathered, model_parameters
+from trl_qurl.quantization.storage import read_tensors
+from trl_qurl.rollout.checks.tensors import differences, tensor_digest
+
+logger = get_logger(__name__)  # logs in the main process only
+
+ADAPTER_FILE = "adapter_model.safetensors"
+STATE_FILE = "trainer_state.json"  # transformers writes it last
+
+
+def last_complete_checkpoint(output_dir: str | Path) -> Path:
+    """Return the newest complete checkpoint of a run, and log which ones it passes over.
+
+    Raises:
+        FileNotFoundError: The directory has no complete checkpoint.
+    """
+    output_dir = Path(output_dir)
+    incomplete: list[str] = []
+    for checkpoint in sorted(output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*"), key=_step, reverse=True):
+        if is_complete(checkpoint):
+            if incomplete:
+                names = ", ".join(incomplete)
+                logger.warning(f"Resuming from {checkpoint}: {names} is incomplete, as after a full disk or a kill.")
+            return checkpoint
+        incomplete.append(checkpoint.name)
+    found = f"only incomplete ones ({', '.join(incomplete)})" if incomplete else "none"
+    raise FileNotFoundError(
+        f"resume_from_checkpoint=True looks for a checkpoint in {output_dir} (output_dir), but there is {found}: "
+        "pass the path of a checkpoint, or leave resume_from_checkpoint out to begin a new run."
+    )
+
+
+def check_complete(checkpoint: str | Path) -> Path:
+    """Return a checkpoint's path; raise `FileNotFoundError` if it does not exist or is incomplete."""
+    checkpoint = Path(checkpoint)
+    if not checkpoint.is_dir():
+        raise FileNotFoundError(f"resume_from_checkpoint is {str(checkpoint)!r}, but there is no such directory.")
+    if not is_complete(checkpoint):
+        raise FileNotFoundError(
+            f"The checkpoint {checkpoint} is incomplete ({STATE_FILE} is missing or cut short), as after a full disk "
+            "or a kill: pass an earlier one, or resume_from_checkpoint=True for the last complete one."
+        )
+    return checkpoint
+
+
+def is_complete(checkpoint: Path) -> bool:
+    """Return whether a checkpoint was written to its end."""
+    try:
+        TrainerState.load_from_json(str(checkpoint / STATE_FILE))
+    except (OSError, ValueError, TypeError):
+        return False
+    return True
+
+
+def _step(checkpoint: Path) -> int:
+    number = checkpoint.name.rpartition("-")[2]
+    return int(number) if number.isdecimal() else -1
+
+
+@contextmanager
+def written_whole(checkpoint: Path, is_owner: bool) -> Iterator[None]:
+    """Write a checkpoint inside the block; if the system refuses, remove it, so that it is not taken for a whole one.
+
+    `is_owner` says whether this process removes it. Raises `OSError` with the remedy.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        # torch raises RuntimeError, with words that depend on the place where it noticed.
+        if isinstance(error, RuntimeError) and "file" not in str(error):
+            raise
+        if is_owner:
+            shutil.rmtree(checkpoint, ignore_errors=True)
+        raise OSError(
+            f"The checkpoint {checkpoint} cannot be written, and was removed ({error}). Free space there or set "
+            "another output_dir, then resume from the last checkpoint (resume_from_checkpoint=True)."
+        ) from error
+
+
+def load_policy(model: Any, checkpoint: Path) -> bool:
+    """Load what transformers' loader would miss; return whether the policy is loaded.
+
+    It would miss the adapter of a policy whose checkpoint has others beside it, and parameters that the checkpoint
+    names or cuts differently. `model` must be whole in this process.
+    """
+    if is_peft_model(model):
+        return _load_adapters(model, checkpoint)
+    if not (checkpoint / "config.json").is_file() or not _is_converted(model):
+        return False
+    loaded = type(model).from_pretrained(checkpoint, dtype=model.dtype)
+    model.load_state_dict(loaded.state_dict())
+    return True
+
+
+def _load_adapters(model: Any, checkpoint: Path) -> bool:
+    """Load each of a policy's adapters from where PEFT saves it, and none that the policy does not have."""
+    found = {name: path for name, path in adapter_directories(model, checkpoint) if (path / ADAPTER_FILE).is_file()}
+    active = model.active_adapters[0]
+    if active not in found:
+        return False
+    for name, path in found.items():
+        model.load_adapter(str(path), name, is_trainable=name == active)
+    model.set_adapter(active)
+    return True
+
+
+def adapter_directories(model: Any, checkpoint: Path) -> Iterator[tuple[str, Path]]:
+    """Yield the names of a policy's adapters and where PEFT saves them: the one named `default` in the root."""
+    for name in model.peft_config:
+        yield name, checkpoint if name == "default" else checkpoint / name
+
+
+def _is_converted(model: Any) -> bool:
+    """Return whether a checkpoint stores some parameter under another name, or in several parts."""
+    layout = CheckpointForm(model, splits_experts=False).layout
+    return any(list(stored) != [name] for name, stored in layout.items())
+
+
+def check_loaded(what: str, model: Any, directory: Path, is_reader: bool = True) -> None:
+    """Raise `RuntimeError` unless a model's tensors are those that a directory holds, bit for bit, in its own dtypes.
+
+    A collective operation if the model is sharded. `is_reader` says whether this process reads the files.
+    """
+    held: NamedTensors
+    if is_peft_model(model):
+        from peft import get_peft_model_state_dict
+
+        for name, path in adapter_directories(model, directory):
+            if (path / ADAPTER_FILE).is_file():
+                state = get_peft_model_state_dict(model, adapter_name=name)
+                held = ((key, gathered(tensor)) for key, tensor in state.items())
+                _compare(f"{what}'s adapter {name!r}", held, load_file(path / ADAPTER_FILE).items(), path, is_reader)
+    elif any(directory.glob("*.safetensors")):
+        held = CheckpointForm(model, splits_experts=False).convert(model_parameters(model))
+        _compare(what, held, read_tensors(directory), directory, is_reader)
+
+
+def _compare(what: str, held: NamedTensors, stored: NamedTensors, path: Path, is_reader: bool) -> None:
+    digests = {}
+    dtypes = {}
+    for name, tensor in held:
+        if is_reader:
+            digests[name] = tensor_digest(tensor)
+            dtypes[name] = tensor.dtype
+    if not is_reader:
+        return
+    saved = {name: tensor_digest(tensor.to(dtypes.get(name, tensor.dtype))) for name, tensor in stored}
+    if clause := differences(saved, digests):
+        raise RuntimeError(
+            f"After resuming, the {what} does not hold what {path} holds: {clause}. Pass the model and the adapter "
+            "that the run began with, or start a new run from the saved model."
+        )
