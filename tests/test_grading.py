@@ -55,24 +55,26 @@ def test_the_documented_rows_are_in_the_table():
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
+    ("answer", "text", "expected"),
     [
-        ("The final answer is $72$.", 0.0),  # TRL's reward alone reads it
-        ("\\boxed{72", 0.0),
-        ("Put it into \\boxed{ like this: \\boxed{72}", 1.0),
-        ("\\boxed{x = \\boxed{72}}", 1.0),
-        ("\\boxed{72} or \\boxed{71}", 0.0),
-        ("\\boxed{72}, so \\boxed{72}", 1.0),
-        ("\\boxed{\\frac{\\sqrt{\\frac{144^{2}}{1}}}{2}}", 1.0),
+        ("72", "The final answer is $72$.", 0.0),  # TRL's reward alone reads it
+        ("72", "\\boxed{72", 0.0),
+        ("72", "Put it into \\boxed{ like this: \\boxed{72}", 1.0),
+        ("72", "\\boxed{\\frac{\\sqrt{\\frac{144^{2}}{1}}}{2}}", 1.0),
+        ("72", "\\boxed{72} or \\boxed{71}", 0.0),
+        ("72", "\\boxed{72}, so \\boxed{72}", 1.0),
+        ("1, 2", "\\boxed{1} and \\boxed{2}", 1.0),
+        ("Paris", "\\boxed{Paris} or \\boxed{London}", 0.0),
+        ("Paris", "\\boxed{It is \\boxed{Paris}}", 1.0),
     ],
 )
-def test_what_is_in_a_box(grade, text, expected):
-    assert grade(["72"], [text]) == [expected]
+def test_what_is_in_a_box(grade, answer, text, expected):
+    assert grade([answer], [text]) == [expected]
 
 
-def test_trl_logs_what_it_compared(grade):
+def test_trl_logs_once_what_it_compared():
     [reward] = load_rewards(["accuracy_reward"])
-    logged = {}
+    logged = []
     completions = [[{"role": "assistant", "content": "\\boxed{12.5 percent}"}]]
-    assert reward(completions, ["12.5"], log_extra=logged.__setitem__) == [1.0]
-    assert logged["solution"] == ["$12.5$"] and {*map(len, logged.values())} == {1}
+    assert reward(completions, ["12.5"], log_extra=lambda name, values: logged.append((name, values))) == [1.0]
+    assert ("solution", ["$12.5$"]) in logged and len(logged) == len(dict(logged)) == 3

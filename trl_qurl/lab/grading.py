@@ -19,13 +19,13 @@ from typing import Any
 
 BRACE = re.compile(r"\\boxed\s*\{|(?<!\\)[{}]")
 STYLED = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox)\s*\{([^{}]*)\}")
-FRACTION = re.compile(r"\\[dt]?frac(?:\{(\d+)\}\{(\d+)\}|(\d)(\d))")
-SUPERSCRIPT = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹]+")
+FRACTION = re.compile(r"\\[dt]?frac\s?(?:\{(\d+)\}\s?\{(\d+)\}|(\d)(\d))")
+SUPERSCRIPT = re.compile("[⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+")
 VULGAR_FRACTION = re.compile("[¼-¾⅐-⅞]")
 
 SCALES = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 NUMBER = re.compile(
-    rf"""(?P<sign>[-+]?)\s?[€£¥₹]?\s?
+    rf"""(?P<sign>[-+]?)\s?(?:[€£¥₹]|Rs\.?|USD|EUR|GBP)?\s?
     (?:
         (?:(?P<whole>\d{{1,99}})\s)?(?P<top>\d{{1,99}})\s?/\s?(?P<bottom>\d{{1,99}})
         | (?P<digits>\d{{1,3}}(?P<comma>[,\s])\d{{3}}(?:(?P=comma)\d{{3}})*(?:\.\d+)?|\d+(?:\.\d*)?|\.\d+)
@@ -130,12 +130,13 @@ def _compare_formulas(split: list[list[str]], solutions: list[str], kwargs: dict
 
 
 def _for_trl(formula: str) -> str:
-    """Keep TRL from dropping variables as units (`3t` would equal 3), which it does not between braces, and primes."""
+    """Keep TRL from dropping primes, and variables that it takes for units, so that `3t` would equal 3."""
     formula = formula.replace("'", "^{\\prime}")
+    formula = re.sub(r"\\sqrt\s?(\d)", r"\\sqrt{\1}", formula)  # TeX that TRL does not read in a box
     *before, last = re.split(r"[\d}]", formula)
     has_unit = bool(before) and _is_unit(last)
     if VARIABLES.search(formula) and not has_unit:
-        return f"{{{formula}}}"
+        return f"{{{formula}}}"  # between braces it drops none
     return formula
 
 
@@ -205,7 +206,7 @@ def _is_worded(plain: str) -> bool:
     """Return whether an answer that is no number is a text: a code, a letter, or words without signs of a formula."""
     if CODE.fullmatch(plain) or LETTER.fullmatch(plain):
         return True
-    words = [word for word in WORD.findall(plain) if not re.fullmatch(FUNCTIONS, word)]
+    words = [word for word in WORD.findall(plain.replace(".", "")) if not re.fullmatch(FUNCTIONS, word)]
     return bool(words) and SYMBOLS.search(plain) is None
 
 
@@ -219,15 +220,17 @@ def _plain(text: str) -> str:
     text = " ".join(text.split())
     if text[:1] in ("'", '"'):  # a quotation, or a number that a spreadsheet keeps as text
         text = text[1:].removesuffix(text[0])
-    return text.removesuffix(".").strip()
+    return re.sub(r"(?<!\.)[.,;]$", "", text).strip()
 
 
 def _without_unicode(text: str) -> str:
-    """Write 5² as 5^{2}, 1½ as 1 1/2, minus signs and dashes as hyphens, and thin spaces as spaces."""
+    """Write 5² as 5^{2} and 1½ as 1 1/2, with ASCII's minus sign, quotation marks and spaces."""
     text = SUPERSCRIPT.sub(lambda digits: f"^{{{unicodedata.normalize('NFKC', digits[0])}}}", text)
     text = VULGAR_FRACTION.sub(r" \g<0>", text)
     text = unicodedata.normalize("NFKC", text).replace("\N{FRACTION SLASH}", "/")
     text = re.sub("[\N{MINUS SIGN}\N{EN DASH}]", "-", text)
+    text = re.sub("[‘’′]", "'", text)
+    text = re.sub("[“”]", '"', text)
     return " ".join(text.split())
 
 
@@ -240,6 +243,4 @@ def _as_words(text: str) -> str:
     text = re.sub(r" ?([:/-]) ?", r"\1", text)
     bare = text.strip(" .,;:!?'\"")
     inside = bare.strip("()")
-    if "(" not in inside and ")" not in inside:
-        bare = inside
-    return bare or text
+    return bare if "(" in inside or ")" in inside else inside
