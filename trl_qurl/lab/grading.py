@@ -122,10 +122,12 @@ def _compare_formulas(split: list[list[str]], solutions: list[str], kwargs: dict
     readable_solutions = [f"${_for_trl(solution[1:-1])}$" for solution in solutions]
     grades = compare([[{"content": text}] for text in texts], readable_solutions, **kwargs)
     are_equal = [grade == 1.0 for grade in grades]  # None where TRL cannot read the solution
-    if "\\%" in "".join([*texts, *readable_solutions]):
-        without = [[{"content": text.replace("\\%", "")}] for text in texts]
-        grades = compare(without, [solution.replace("\\%", "") for solution in readable_solutions])
-        are_equal = [before or grade == 1.0 for before, grade in zip(are_equal, grades, strict=True)]
+    pairs = list(zip(texts, readable_solutions, strict=True))
+    percents = [row for row, pair in enumerate(pairs) if "\\%" in "".join(pair)]
+    without = [[{"content": texts[row].replace("\\%", "")}] for row in percents]
+    grades = compare(without, [readable_solutions[row].replace("\\%", "") for row in percents])
+    for row, grade in zip(percents, grades, strict=True):
+        are_equal[row] = are_equal[row] or grade == 1.0
     return are_equal
 
 
