@@ -26,7 +26,7 @@ def test_rows_become_one_user_message_and_a_text_answer(tmp_path, name):
     questions = load_questions(path)
     assert questions.column_names == ["prompt", "solution"]
     assert questions[0]["prompt"] == [{"role": "user", "content": f"2 + 2?\n\n{INSTRUCTION}"}]
-    assert questions["solution"][:] == ["$4$", "$\\frac12$"]
+    assert questions["solution"][:] == ["$4$", "$\\frac{1}{2}$"]
 
 
 def test_limit_keeps_the_first(tmp_path):
@@ -40,20 +40,20 @@ def test_limit_keeps_the_first(tmp_path):
 @pytest.mark.parametrize(
     ("answer", "solution", "right", "wrong"),
     [
-        ("She earns 40*30 = <<40*30=1200>>1,200 dollars.\n#### 1,200", "$1,200$", ["1200"], ["1"]),
-        ("1,234", "$1,234$", ["1{,}234"], ["234"]),
+        ("She earns 40*30 = <<40*30=1200>>1,200 dollars.\n#### 1,200", "$1200$", ["1200"], ["1"]),
+        ("1,234", "$1234$", ["1{,}234"], ["234"]),
         ("$1$, $2$", "$1$, $2$", ["2, 1"], ["1"]),
         ("(1, 2)", "$(1, 2)$", ["\\left(1, 2\\right)"], ["(2, 1)"]),
-        ("18 dollars", "$18$ dollars", ["18", "\\$18", "18 dollars", "18\\text{ dollars}"], ["81", "dollars"]),
-        ("#### 72 clips", "$72$ clips", ["72"], ["27"]),
-        ("5 km/h", "$5$ km/h", ["5", "5\\,\\text{km/h}"], ["6"]),
-        ("€5", "€$5$", ["5", "€5"], ["6"]),
-        ("20\\text{ miles}", "$20$ miles", ["20"], ["2"]),
-        ("\\frac{1}{2} cups", "$\\frac{1}{2}$ cups", ["0.5"], ["2"]),
+        ("18 dollars", "$18$", ["18", "\\$18", "18 dollars", "18\\text{ dollars}"], ["81", "dollars"]),
+        ("#### 72 clips", "$72$", ["72"], ["27"]),
+        ("5 km/h", "$5$", ["5", "5\\,\\text{km/h}"], ["6"]),
+        ("€5", "$5$", ["5", "€5"], ["6"]),
+        ("20\\text{ miles}", "$20$", ["20"], ["2"]),
+        ("\\frac{1}{2} cups", "$\\frac{1}{2}$", ["0.5"], ["2"]),
         ("so \\boxed{\\frac{1}{2}}.", "$\\frac{1}{2}$", ["0.5"], ["2"]),
         ("2xy", "$2xy$", ["2yx"], ["2"]),
         ("x - y", "$x - y$", ["-y + x"], ["y - x"]),
-        ("1.5 million", "$\\text{1.5 million}$", ["1.5 million"], ["1.5"]),
+        ("1.5 million", "$1500000$", ["1.5 million"], ["1.5"]),
         ("9 am", "$\\text{9 am}$", ["9\\text{ am}"], ["9 pm", "9"]),
         ("192.168.0.1", "$\\text{192.168.0.1}$", ["192.168.0.1"], ["192.168.0.2"]),
         ("10:30", "$\\text{10:30}$", ["10:30"], ["1/3"]),
@@ -63,7 +63,7 @@ def test_limit_keeps_the_first(tmp_path):
         ("état", "$\\text{état}$", ["état", "e\u0301tat"], ["tate"]),
         ("2024-01-05", "$\\text{2024-01-05}$", ["2024-01-05"], ["2018"]),
         ("C++", "$C++$", ["C++"], ["C"]),  # mathematics that TRL cannot read
-        ("(A)", "$(A)$", ["A", "\\text{(A)}"], ["B"]),
+        ("(A)", "$\\text{(A)}$", ["A", "\\text{(A)}"], ["B"]),
     ],
 )
 def test_numbers_are_compared_as_mathematics_and_words_as_text(answer, solution, right, wrong):

@@ -1,65 +1,248 @@
-r"""What a reference answer is, and which completions are right: mathematics by TRL's reward, all else as text.
+r"""What a reference answer is, and which completions are right.
 
-As mathematics a word is a product of letters, so `\boxed{Siarp}` would be right for Paris. TRL's own comparison of
-`\text{Paris}` knows only unaccented letters.
+A reference is one of three kinds, in this order:
+
+1. a number, with or without a currency or a unit: TRL's reward compares the number, and units are ignored;
+2. a text: a word, a single letter, or a code such as B12, a date or a time, compared as text;
+3. a formula: TRL's reward compares it with math-verify.
+
+To math-verify a word is a product of letters, so `\boxed{Siarp}` would be right for Paris. It also reads only some
+ways to write a number. `tests/grading_pairs.py` shows what is right and what is wrong.
 """
 
 from __future__ import annotations
 
 import re
 import unicodedata
+from decimal import Decimal
 from typing import Any
 
-BOX = re.compile(r"\\boxed\s*\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")  # three levels of braces are enough
-STYLED = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
-QUANTITY = re.compile(
-    r"(?P<currency>[€£¥]?)\s*(?P<number>[-+]?(?:[\d,]*\.?\d+(?:/\d+)?|\\[dt]?frac\{\d+\}\{\d+\}))\$?"
-    # A unit. Not: 2x, 2 x, 2 pi, 2 million, 2 pm.
-    r"(?P<unit>\s*[€£¥]|\s*\([^\d\\]*\)"
-    r"|\s+(?!(?:pi|sqrt|thousand|million|billion|trillion|dozen|[ap]\.?m\.?|BCE?|AD|CE|and|or)\b)"
-    r"(?:[^\W\d_]{2}|[mgshlLNJWVKCF]\b)[^\d\\=+*<>]*(?:\^?[23])?(?:\s*\([^\d\\]*\))?)?"
+BRACE = re.compile(r"\\boxed\s*\{|(?<!\\)[{}]")
+STYLED = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox)\s*\{([^{}]*)\}")
+FRACTION = re.compile(r"\\[dt]?frac\s?(?:\{(\d+)\}\s?\{(\d+)\}|(\d)(\d))")
+SUPERSCRIPT = re.compile("[⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+")
+VULGAR_FRACTION = re.compile("[¼-¾⅐-⅞]")
+
+SCALES = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+NUMBER = re.compile(
+    rf"""(?P<sign>[-+]?)\s?(?:[€£¥₹]|Rs\.?|USD|EUR|GBP)?\s?
+    (?:
+        (?:(?P<whole>\d{{1,99}})\s)?(?P<top>\d{{1,99}})\s?/\s?(?P<bottom>\d{{1,99}})
+        | (?P<digits>\d{{1,3}}(?P<comma>[,\s])\d{{3}}(?:(?P=comma)\d{{3}})*(?:\.\d+)?|\d+(?:\.\d*)?|\.\d+)
+          (?:e(?P<power>[-+]?\d{{1,2}}))?
+    )
+    (?:\s(?P<scale>{"|".join(SCALES)})s?\b)?
+    (?P<percent>\s?(?:%|percent\b))?""",
+    re.VERBOSE | re.IGNORECASE,
 )
+FUNCTIONS = "sin|cos|tan|log|ln|exp|sqrt|pi|mod|and|or"  # words of formulas
+MONTHS = (
+    "january|february|march|april|may|june|july|august|september|october|november|december"
+    "|jan|feb|mar|apr|jun|jul|aug|sept?|oct|nov|dec"
+)
+# These change what the number before them means: 9 pm, 30 October, 3 plus x, 5 of hearts.
+NO_UNITS = re.compile(
+    rf"{FUNCTIONS}|{MONTHS}|am|pm|bce?|ad|ce|of|out|to|plus|minus|over|squared|cubed|factorial|hundred|dozen|half",
+    re.IGNORECASE,
+)
+LETTER_UNITS = "mgshlLNJWVKCF"  # 2 x is a formula
+# Without a space, only these are units: 2xy is a formula.
+SHORT_UNITS = re.compile(
+    "km|cm|mm|nm|kg|mg|ml|mL|ft|lbs?|oz|mph|min|hrs?|Hz|kHz|MHz|GHz|kB|MB|GB|TB|kW|kWh|st|nd|rd|th"
+)
+
+WORD = re.compile(r"(?<![^\W_])[^\W\d_]{2,}")  # not 2xy
 SYMBOLS = re.compile(r"[\\=^_+*<>{}|]")  # of formulas
-WORD = re.compile(r"(?<![^\W_])(?!(?:and|or|sin|cos|tan|log|ln|exp|sqrt|pi|mod)\b)[^\W\d_]{2,}")
-CODE = re.compile(r"\d+([-/.:])\d+(?:\1\d+)+|\d{1,2}:\d\d|\d{3}-\d{4}")  # a date, time or number of a phone
+LETTER = re.compile(r"\(?[^\W\d_]\)?")
+CODE = re.compile(
+    rf"""(?!\d*(?:{FUNCTIONS}))[^\W_]*[^\W\d_]\d[^\W_]*  # B12, R2D2, 3F2A
+    | \d+([-/.:])\d+(?:\1\d+)+  # a date, a time with seconds, a version
+    | \d{{1,2}}:\d\d(?:\s?[ap]\.?m\.?)?
+    | \d+-\d+  # a range or a score
+    | (?:\+\d|\(\d+\))[\d\s()-]{{6,}}  # a telephone number
+    """,
+    re.VERBOSE | re.IGNORECASE,
+)
+VARIABLES = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{1,2}$")  # at the end of a formula
 
 
 def as_solution(answer: str) -> str:
-    r"""Return the final answer of a text, as a formula with its unit after it, `$18$ dollars`, or as `$\text{Paris}$`.
+    r"""Return the final answer of a text: `$18$` for a number, `$\text{Paris}$` for a text, `$x + 1$` for a formula.
 
-    The final answer is in the last `\boxed{}`, or follows `####`. Without dollar signs TRL finds numbers, but no
-    formulas; inside of them, a unit would be a factor.
+    The final answer is in the last `\boxed{}`, or follows `####`. A solution stays as it is.
     """
-    final = (BOX.findall(answer) or [answer.rpartition("####")[2]])[-1].strip(" $\n").rstrip(".")
-    plain = STYLED.sub(r"\1", final)
-    if quantity := QUANTITY.fullmatch(plain):
-        return f"{quantity['currency']}${quantity['number']}${quantity['unit'] or ''}"
-    if CODE.fullmatch(plain) or (WORD.search(plain) and not SYMBOLS.search(plain)):
+    boxes = _split_at_boxes(answer)[1::2]
+    final = boxes[-1] if boxes else answer.rpartition("####")[2]
+    plain = _plain(final)
+    if _as_number(plain) is None and _is_worded(plain):
         return f"$\\text{{{plain}}}$"
-    return f"${final}$"
+    return f"${_as_formula(final)}$"
 
 
 def is_text(solution: str) -> bool:
     """Return whether a solution is compared as text alone."""
-    return solution.startswith("$\\text{") and solution.endswith("}$")
+    return re.fullmatch(r"\$\\text\{[^{}]*\}\$", solution) is not None
 
 
 def accuracy_reward(completions: list[Any], solution: list[str], **kwargs: Any) -> list[float]:
-    r"""Reward function: 1 if every `\boxed{}` of a completion, and at least one, holds the solution, else 0.
+    r"""Reward function: 1 if the `\boxed{}` of a completion holds the solution, else 0.
 
-    It does if both are the same text, ignoring case, styles and punctuation around it, or if TRL's `accuracy_reward`,
-    which gets all arguments, says so and the solution is no text.
+    Numbers and formulas are compared by TRL's `accuracy_reward`, which gets all arguments and reads boxes that are
+    close to each other as a list. If the solution is a text, every box must hold it.
+
+    Args:
+        completions: Conversations; the first message is graded.
+        solution: Answers as in the data, or from `as_solution`.
+        kwargs: Further arguments of a reward function in TRL.
     """
-    from trl.rewards import accuracy_reward as compare_formulas
+    solutions = [as_solution(text) for text in solution]
+    split = [_split_at_boxes(turns[0]["content"]) for turns in completions]
+    are_equal = _compare_formulas(split, solutions, kwargs)
+    rewards = []
+    for parts, right, is_equal in zip(split, solutions, are_equal, strict=True):
+        boxes = parts[1::2]
+        if is_text(right):
+            is_right = {_as_words(box) for box in boxes} == {_as_words(right)}
+        else:
+            is_same = {_as_formula(box) for box in boxes} == {_as_formula(right)}  # TRL cannot read all formulas
+            is_right = bool(boxes) and (is_equal or is_same)
+        rewards.append(float(is_right))
+    return rewards
 
-    formulas = compare_formulas(completions, solution, **kwargs)  # None for a solution that it cannot read
-    boxes = [set(map(_normalized, BOX.findall(turns[0]["content"]))) for turns in completions]
-    return [
-        float(found == {_normalized(right)} or (formula == 1.0 and not is_text(right)))
-        for found, right, formula in zip(boxes, solution, formulas, strict=True)
-    ]
+
+def _compare_formulas(split: list[list[str]], solutions: list[str], kwargs: dict[str, Any]) -> list[bool]:
+    """Compare boxes with solutions by TRL's reward, with and without percent signs: to it, 12.5% is only 0.125."""
+    from trl.rewards import accuracy_reward as compare
+
+    texts = []
+    for parts in split:
+        readable = list(parts)
+        readable[1::2] = [f"\\boxed{{{_for_trl(_as_formula(box))}}}" for box in parts[1::2]]
+        texts.append("".join(readable))
+    readable_solutions = [f"${_for_trl(solution[1:-1])}$" for solution in solutions]
+    grades = compare([[{"content": text}] for text in texts], readable_solutions, **kwargs)
+    are_equal = [grade == 1.0 for grade in grades]  # None where TRL cannot read the solution
+    pairs = list(zip(texts, readable_solutions, strict=True))
+    percents = [row for row, pair in enumerate(pairs) if "\\%" in "".join(pair)]
+    without = [[{"content": texts[row].replace("\\%", "")}] for row in percents]
+    grades = compare(without, [readable_solutions[row].replace("\\%", "") for row in percents])
+    for row, grade in zip(percents, grades, strict=True):
+        are_equal[row] = are_equal[row] or grade == 1.0
+    return are_equal
 
 
-def _normalized(text: str) -> str:
-    text = re.sub(r"\\[ ,;!]|~", " ", STYLED.sub(r"\1", text.replace("$", "")))
-    return " ".join(unicodedata.normalize("NFKC", text).casefold().split()).strip(" .,;:!?'\"()")
+def _for_trl(formula: str) -> str:
+    """Keep TRL from dropping primes, and variables that it takes for units, so that `3t` would equal 3."""
+    formula = formula.replace("'", "^{\\prime}")
+    formula = re.sub(r"\\sqrt\s?(\d)", r"\\sqrt{\1}", formula)  # TeX that TRL does not read in a box
+    *before, last = re.split(r"[\d}]", formula)
+    has_unit = bool(before) and _is_unit(last)
+    if VARIABLES.search(formula) and not has_unit:
+        return f"{{{formula}}}"  # between braces it drops none
+    return formula
+
+
+def _split_at_boxes(text: str) -> list[str]:
+    r"""Return the text before a `\boxed{}`, what the box holds, the text up to the next one, what that holds, ..."""
+    parts = []
+    start = 0
+    opened: list[re.Match[str]] = []
+    for brace in BRACE.finditer(text):
+        if brace[0].endswith("{"):
+            opened.append(brace)
+        elif opened:
+            opening = opened.pop()
+            is_box = opening[0] != "{"
+            if is_box and opening.start() >= start:  # else it is around another box
+                parts += [text[start : opening.start()], text[opening.end() : brace.start()]]
+                start = brace.end()
+    return [*parts, text[start:]]
+
+
+def _as_formula(text: str) -> str:
+    """Return a number in digits that TRL reads, and another answer nearly as it is."""
+    plain = _plain(text)
+    number = _as_number(plain)
+    if number is not None:
+        return number
+    formula = _without_unicode(text).strip(" $").removesuffix(".")
+    return plain if STYLED.fullmatch(formula) else formula
+
+
+def _as_number(plain: str) -> str | None:
+    r"""Return `-12500`, `0.5`, `50\%` or `\frac{3}{2}` for a number as people write it, or nothing."""
+    match = NUMBER.match(plain)
+    if match is None or not _is_unit(plain[match.end() :]):
+        return None
+    exponent = SCALES[match["scale"].lower()] if match["scale"] else 0
+    if match["bottom"]:
+        top = int(match["top"]) + int(match["whole"] or 0) * int(match["bottom"])
+        number = f"\\frac{{{top * 10**exponent}}}{{{match['bottom']}}}"
+    else:
+        digits = re.sub(r"[,\s]", "", match["digits"])
+        exponent += int(match["power"] or 0)
+        number = format(Decimal(f"{digits}e{exponent}"), "f")
+    sign = match["sign"].replace("+", "")
+    percent = "\\%" if match["percent"] else ""
+    return f"{sign}{number}{percent}"
+
+
+def _is_unit(text: str) -> bool:
+    """Return whether a text after a number is a unit, or nothing: ` legs`, `km/h`, `°C`, ` m^2`."""
+    text = re.sub(r"(?<=[^\W\d_])\^?\{?[23]\}?$", "", text)
+    if not text:
+        return True
+    if re.search(r"[\d\\=+*<>^]", text):
+        return False
+    if text.lstrip()[0] in "€£¥₹°(":
+        return True
+    word = re.split(r"[\W\d_]", text.lstrip().replace(".", ""))[0]
+    if not text.startswith(" "):
+        return SHORT_UNITS.fullmatch(word) is not None
+    if len(word) == 1:
+        return word in LETTER_UNITS
+    return word != "" and NO_UNITS.fullmatch(word) is None
+
+
+def _is_worded(plain: str) -> bool:
+    """Return whether an answer that is no number is a text: a code, a letter, or words without signs of a formula."""
+    if CODE.fullmatch(plain) or LETTER.fullmatch(plain):
+        return True
+    words = [word for word in WORD.findall(plain.replace(".", "")) if not re.fullmatch(FUNCTIONS, word)]
+    return bool(words) and SYMBOLS.search(plain) is None
+
+
+def _plain(text: str) -> str:
+    """Return an answer without what sets only its looks in TeX and Unicode."""
+    text = STYLED.sub(r"\1", _without_unicode(text)).replace("\\$", "").replace("$", "")
+    text = FRACTION.sub(r" \1\3/\2\4", text)
+    text = text.replace("\\!", "").replace("{,}", ",").replace("\\%", "%")
+    text = re.sub(r"\^\{?\\circ\}?|\\degree\b", "°", text)
+    text = re.sub(r"\\[ ,:;]|~|\\q?quad\b", " ", text)
+    text = " ".join(text.split())
+    if text[:1] in ("'", '"'):  # a quotation, or a number that a spreadsheet keeps as text
+        text = text[1:].removesuffix(text[0])
+    return re.sub(r"(?<!\.)[.,;]$", "", text).strip()
+
+
+def _without_unicode(text: str) -> str:
+    """Write 5² as 5^{2} and 1½ as 1 1/2, with ASCII's minus sign, quotation marks and spaces."""
+    text = SUPERSCRIPT.sub(lambda digits: f"^{{{unicodedata.normalize('NFKC', digits[0])}}}", text)
+    text = VULGAR_FRACTION.sub(r" \g<0>", text)
+    text = unicodedata.normalize("NFKC", text).replace("\N{FRACTION SLASH}", "/")
+    text = re.sub("[\N{MINUS SIGN}\N{EN DASH}]", "-", text)
+    text = re.sub("[‘’′]", "'", text)
+    text = re.sub("[“”]", '"', text)
+    return " ".join(text.split())
+
+
+def _as_words(text: str) -> str:
+    """Return a text without case, and without punctuation that is around it or optional."""
+    text = _plain(text).casefold()
+    text = re.sub(r"_?\{?(\d+)\}?", r"\1", text)  # H_2O
+    text = re.sub(r"(?<![^\W_])([^\W\d_])\.", r"\1", text)  # a.m., U.S.
+    text = re.sub(r"(?<=\d) (?=[ap]m\b)", "", text)
+    text = re.sub(r" ?([:/-]) ?", r"\1", text)
+    bare = text.strip(" .,;:!?'\"")
+    inside = bare.strip("()")
+    return bare if "(" in inside or ")" in inside else inside

@@ -1,0 +1,80 @@
+"""The default reward: which answers are right, as training asks it."""
+
+import json
+from pathlib import Path
+
+import pytest
+from grading_pairs import PAIRS
+
+from trl_qurl.lab.data import load_questions
+from trl_qurl.lab.grading import as_solution, is_text
+from trl_qurl.lab.recipes.rewards import load_rewards
+
+pytest.importorskip("math_verify")
+
+
+@pytest.fixture(scope="module")
+def grade(tmp_path_factory):
+    """Grades texts as a recipe does: answers from a file, the reward by its name, completions as conversations."""
+    [reward] = load_rewards(["accuracy_reward"])
+    path = tmp_path_factory.mktemp("grading") / "questions.jsonl"
+
+    def graded(answers, texts):
+        path.write_text("".join(json.dumps({"question": "q", "answer": answer}) + "\n" for answer in answers))
+        questions = load_questions(str(path))
+        completions = [[{"role": "assistant", "content": text}] for text in texts]
+        return reward(prompts=questions["prompt"][:], completions=completions, solution=questions["solution"][:])
+
+    return graded
+
+
+def test_the_table_of_right_and_wrong(grade):
+    rewards = grade([answer for answer, *_ in PAIRS], [f"So it is $\\boxed{{{box}}}$." for _, box, *_ in PAIRS])
+    verdicts = ["right" if reward == 1.0 else "wrong" for reward in rewards]
+    missed = [(*pair, verdict) for pair, verdict in zip(PAIRS, verdicts, strict=True) if pair[2] != verdict]
+    assert missed == [] and set(rewards) == {0.0, 1.0}
+
+
+def test_every_answer_of_the_table_is_right_in_its_own_box(grade):
+    answers = [answer for answer, *_ in PAIRS]
+    assert grade(answers, [f"\\boxed{{{answer}}}" for answer in answers]) == [1.0] * len(answers)
+    solutions = list(map(as_solution, answers))
+    assert list(map(as_solution, solutions)) == solutions, "a solution stays as it is"
+    assert {answer for answer in answers if is_text(as_solution(answer))} == {
+        *("Paris", "état", "Yes", "A", "(A)", "B12", "e4", "H2O", "9 am", "10:30", "2024-01-05", "30 October"),
+        "555-4567",
+    }
+
+
+def test_the_documented_rows_are_in_the_table():
+    page = Path(__file__).parents[1].joinpath("docs", "from-trl.md").read_text(encoding="utf-8")
+    header = "| answer | box | verdict | why |\n|---|---|---|---|\n"
+    table = page.split(header)[1].split("\n\n")[0]
+    rows = [tuple(cell.strip(" `") for cell in line.strip("|").split("|")) for line in table.splitlines()]
+    assert len(rows) == 10 and set(rows) <= set(PAIRS)
+
+
+@pytest.mark.parametrize(
+    ("answer", "text", "expected"),
+    [
+        ("72", "The final answer is $72$.", 0.0),  # TRL's reward alone reads it
+        ("72", "\\boxed{72", 0.0),
+        ("72", "Put it into \\boxed{ like this: \\boxed{72}", 1.0),
+        ("72", "\\boxed{\\frac{\\sqrt{\\frac{144^{2}}{1}}}{2}}", 1.0),
+        ("72", "\\boxed{72} or \\boxed{71}", 0.0),
+        ("72", "\\boxed{72}, so \\boxed{72}", 1.0),
+        ("1, 2", "\\boxed{1} and \\boxed{2}", 1.0),
+        ("Paris", "\\boxed{Paris} or \\boxed{London}", 0.0),
+        ("Paris", "\\boxed{It is \\boxed{Paris}}", 1.0),
+    ],
+)
+def test_what_is_in_a_box(grade, answer, text, expected):
+    assert grade([answer], [text]) == [expected]
+
+
+def test_trl_logs_once_what_it_compared():
+    [reward] = load_rewards(["accuracy_reward"])
+    logged = []
+    completions = [[{"role": "assistant", "content": "\\boxed{12.5 percent}"}]]
+    assert reward(completions, ["12.5"], log_extra=lambda name, values: logged.append((name, values))) == [1.0]
+    assert ("solution", ["$12.5$"]) in logged and len(logged) == len(dict(logged)) == 3
