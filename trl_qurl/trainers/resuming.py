@@ -26,6 +26,7 @@ from trl_qurl.rollout.checks.tensors import differences, tensor_digest
 logger = get_logger(__name__)  # logs in the main process only
 
 ADAPTER_FILE = "adapter_model.safetensors"
+TORCH_CANNOT_WRITE = ("inline_container", "PytorchStreamWriter", "iostream")  # in its RuntimeError on a full disk
 STATE_FILE = "trainer_state.json"  # transformers writes it last
 
 
@@ -87,8 +88,7 @@ def written_whole(checkpoint: Path, is_owner: bool) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
-        # torch raises RuntimeError, with words that depend on the place where it noticed.
-        if isinstance(error, RuntimeError) and "file" not in str(error):
+        if isinstance(error, RuntimeError) and not any(word in str(error) for word in TORCH_CANNOT_WRITE):
             raise
         if is_owner:
             shutil.rmtree(checkpoint, ignore_errors=True)

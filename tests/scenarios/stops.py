@@ -1,0 +1,198 @@
+"""Runs that stop and go on, in each case beside the run that never stopped; prints a JSON record of each case."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from child import run_all
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from short_runs import BASE, KINDS, letters, saved, texts
+from tiny import KEPT, SIXTEEN_BIT_EXPERTS, tiny_mixture, tiny_model, tiny_tokenizer
+from transformers import AutoModelForCausalLM, TrainerCallback
+
+EVERY_SECOND = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "vllm_max_model_length": 64}
+NOT_REPEATED = ("time/", "step_time", "throughput/", "train_", "sync/probe")
+
+
+def build(out: Path, kind: str, model: Any, settings: dict[str, Any], **given: Any) -> Any:
+    trainer_kind, config_kind = KINDS[kind]
+    given = {"train_dataset": texts(), "processing_class": tiny_tokenizer()} | given
+    config = config_kind(str(out), **BASE | EVERY_SECOND | {"learning_rate": 1e-2} | settings)
+    trainer = trainer_kind(model, letters, config, **given)
+    KEPT.append(trainer)
+    return trainer
+
+
+def rows(trainer: Any) -> list[dict[str, float]]:
+    """The rows of updates, without seconds."""
+    logged = [row for row in trainer.state.log_history if "loss" in row]
+    return [{k: v for k, v in row.items() if not k.startswith(NOT_REPEATED)} for row in logged]
+
+
+def whole_and_resumed(out: Path, kind: str, make: Any, settings: dict[str, Any], **given: Any) -> dict[str, Any]:
+    """The last two updates of a run, and the same after a new trainer has resumed from the second."""
+    whole = build(out / "whole", kind, make(), settings, **given)
+    whole.train()
+    resumed = build(out / "resumed", kind, make(), settings, **given)
+    resumed.train(resume_from_checkpoint=str(out / "whole" / "checkpoint-2"))
+    adapters = list(resumed.model.peft_config) if isinstance(resumed.model, PeftModel) else []
+    return {"whole": rows(whole)[2:], "resumed": rows(resumed)[-2:], "adapters": adapters}
+
+
+def adapter(**settings: Any) -> LoraConfig:
+    return LoraConfig(r=4, target_modules=["q_proj", "up_proj"], **settings)
+
+
+def own_adapter(out: Path) -> dict[str, Any]:
+    """A run that continues an adapter, with a KL penalty: TRL keeps the initial one as the reference, `ref`."""
+    directory = saved(out)
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_pretrained(directory)
+    get_peft_model(base, adapter(init_lora_weights=False)).save_pretrained(out / "adapter")
+
+    def make() -> PeftModel:
+        base = AutoModelForCausalLM.from_pretrained(directory)
+        return PeftModel.from_pretrained(base, out / "adapter", is_trainable=True)
+
+    return whole_and_resumed(out, "GRPO", make, {"beta": 0.5})
+
+
+def two_adapters(out: Path) -> dict[str, Any]:
+    """PPO with an adapter of the policy and one of the critic."""
+    directory = saved(out)
+    adapters = {"peft_config": adapter(), "value_peft_config": adapter()}
+    return whole_and_resumed(out, "PPO", lambda: directory, {"num_generations": 1}, **adapters)
+
+
+def experts(out: Path) -> dict[str, Any]:
+    """A mixture of experts, whose checkpoint has a tensor for each expert, and the model one for all."""
+    settings = {"rollout_quantization": "int8", "quantization_ignore": SIXTEEN_BIT_EXPERTS}
+    return whole_and_resumed(out, "GRPO", lambda: tiny_mixture("qwen3_moe"), settings)
+
+
+def moving_reference(out: Path) -> dict[str, Any]:
+    """A reference model that follows the policy."""
+    directory = saved(out)
+    settings = {"beta": 0.5, "sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}
+    return whole_and_resumed(out, "GRPO", lambda: directory, settings)
+
+
+def preempted(out: Path) -> dict[str, Any]:
+    """PPO: SIGTERM inside the third update, with `enable_jit_checkpoint`; and a checkpoint without optimizers."""
+
+    class Preempt(TrainerCallback):
+        trainer: Any = None
+
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 2 and self.trainer is not None:
+                names = {type(each).__name__: each for each in self.trainer.callback_handler.callbacks}
+                names["JITCheckpointCallback"].jit_manager.is_checkpoint_requested = True
+
+    class NoteCritic(TrainerCallback):
+        begun: dict[str, torch.Tensor] | None = None
+        trainer: Any = None
+
+        def on_step_begin(self, args, state, control, **kwargs):
+            if self.begun is None:
+                critic = self.trainer.accelerator.unwrap_model(self.trainer.critic.model)
+                self.begun = {name: p.detach().clone() for name, p in critic.named_parameters()}
+
+    model = saved(out)
+    settings = {"enable_jit_checkpoint": True, "num_generations": 1, "save_strategy": "no"}
+    whole = build(out / "whole", "PPO", model, {"num_generations": 1, "save_only_model": True})
+    whole.train()
+    signal = Preempt()
+    stopped = build(out / "stopped", "PPO", model, settings, callbacks=[signal])
+    signal.trainer = stopped
+    stopped.train()
+    resumed = build(out / "stopped", "PPO", model, settings)
+    resumed.train(resume_from_checkpoint=True)
+    checkpoints = sorted(path.name for path in (out / "stopped").glob("checkpoint-*"))
+    # The uninterrupted run has saved no optimizers.
+    note = NoteCritic()
+    note.trainer = build(
+        out / "only models", "PPO", model, settings | {"enable_jit_checkpoint": False}, callbacks=[note]
+    )
+    note.trainer.train(resume_from_checkpoint=str(out / "whole" / "checkpoint-2"))
+    stored = load_file(out / "whole" / "checkpoint-2" / "critic" / "model.safetensors")
+    is_loaded = all(torch.equal(stored[name], note.begun[name]) for name in stored)
+    return {
+        "whole": rows(whole)[3:],
+        "resumed": rows(resumed)[3:],
+        "checkpoints": checkpoints,
+        "critic_without_optimizer": is_loaded,
+    }
+
+
+def best(out: Path) -> dict[str, Any]:
+    """PPO that loads the best of its checkpoints at the end, and saves it."""
+    settings = {"num_generations": 1, "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 3}
+    settings |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_reward", "greater_is_better": False}
+    trainer = build(out / "run", "PPO", saved(out), settings, eval_dataset=texts(8))
+    evaluations = iter([0.0, 1.0, 2.0])
+    evaluate = trainer.evaluate
+    trainer.evaluate = lambda *args, **kwargs: evaluate(*args, **kwargs) | {"eval_reward": next(evaluations)}
+    trainer.train()
+    trainer.save_model(str(out / "final"))
+    files = {name: out / "run" / name for name in ("checkpoint-1", "checkpoint-3")} | {"final": out / "final"}
+    weights = {
+        name: [load_file(path / part / "model.safetensors") for part in (".", "critic")]
+        for name, path in files.items()
+    }
+
+    def same(name: str, part: int) -> bool:
+        final = weights["final"][part]
+        return all(torch.equal(tensor, final[key]) for key, tensor in weights[name][part].items())
+
+    return {name: [same(name, part) for part in (0, 1)] for name in ("checkpoint-1", "checkpoint-3")}
+
+
+def interrupted(out: Path) -> dict[str, Any]:
+    """Ctrl-C inside the second rollout, and `train()` again, as a cell of a notebook."""
+
+    class Interrupt(TrainerCallback):
+        micro_batches = 0
+
+        def on_substep_end(self, args, state, control, **kwargs):
+            self.micro_batches += 1
+            if self.micro_batches == 2:
+                raise KeyboardInterrupt
+
+    settings = {"steps_per_generation": 2, "gradient_accumulation_steps": 2, "save_strategy": "no", "max_steps": 3}
+    trainer = build(out / "run", "GRPO", tiny_model(), settings, callbacks=[Interrupt()])
+    begun = []
+    generate = trainer._generate_and_score_completions
+
+    def generate_and_note(inputs: Any) -> Any:
+        begun.append(trainer._step)
+        return generate(inputs)
+
+    trainer._generate_and_score_completions = generate_and_note
+    try:
+        trainer.train()
+    except KeyboardInterrupt:
+        begun.append("Ctrl-C")
+    trainer.train()
+    return {"begun": begun, "kl": [row["mismatch/kl_k3"] for row in rows(trainer)]}
+
+
+# The mixture comes first: vLLM makes the groups of its processes once, and only a mixture has one for experts.
+CASES = (experts, own_adapter, two_adapters, moving_reference, preempted, best, interrupted)
+
+
+if __name__ == "__main__":
+
+    def run(arguments: list[str]) -> dict[str, Any]:
+        parser = argparse.ArgumentParser()
+        parser.add_argument("out", type=Path)
+        out = parser.parse_args(arguments).out
+        records = {}
+        for case in CASES:
+            directory = out / case.__name__
+            directory.mkdir(parents=True)
+            records[case.__name__] = case(directory)
+        return records
+
+    run_all(run)
