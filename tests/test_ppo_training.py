@@ -7,7 +7,7 @@ import torch
 from conftest import needs_avx512
 from safetensors.torch import load_file
 from support.training import ADAPTER, MOVED, SAME, assert_metrics, metrics_by_step
-from tiny import save_tiny, tiny_classifier, tiny_tokenizer
+from tiny import ENGINE, save_tiny, tiny_classifier, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("ppo")]  # they share runs
@@ -36,8 +36,10 @@ STEPS = 8
 LONG = ONE | {"steps_per_generation": 4, "max_steps": STEPS, "save_strategy": "steps", "save_steps": 2}
 LONG |= {"critic_warmup_steps": 3}
 
-# Greedy: completions do not depend on the process. One batch: shuffling does not matter.
+# Greedy, and exact, so no two tokens tie: completions do not depend on the noise. One batch: shuffling does not matter.
 GRADIENT = {
+    "rollout_quantization": None,
+    "vllm_engine_kwargs": ENGINE | {"dtype": "float32"},
     "num_generations": 1,
     "top_k": 1,
     "max_steps": 1,

@@ -46,7 +46,7 @@ trl.trainer.grpo_trainer
     GRPOTrainer._prepare_inputs(generation_batch): trainers/engine.py times the rollouts in it
     GRPOTrainer._get_per_token_logps_and_entropies(model): trainers/rollouts.py scores rollouts and losses with it
     GRPOTrainer._compute_loss(model inputs): trainers/grpo.py computes every objective through it
-    GRPOTrainer._save_checkpoint(model trial): trainers/rollouts.py adds the rollout in progress
+    GRPOTrainer._save_checkpoint(model trial): trainers/engine.py writes it whole, with the rollout in progress
     GRPOTrainer._load_optimizer_and_scheduler(checkpoint): trainers/rollouts.py restores the rollout there
     GRPOTrainer._get_train_sampler(dataset): trainers/rollouts.py skips past epochs in it on resuming
     GRPOTrainer._calculate_rewards(inputs prompts completions completion_ids_list): dynamic sampling, trainers/ppo.py
@@ -59,7 +59,7 @@ trl.trainer.rloo_trainer
     RLOOTrainer._prepare_inputs(generation_batch): trainers/engine.py times the rollouts in it
     RLOOTrainer._get_per_token_logps_and_entropies(model): trainers/rollouts.py gives the loss its result
     RLOOTrainer._compute_loss(model inputs): trainers/rloo.py computes every objective through it
-    RLOOTrainer._save_checkpoint(model trial): trainers/rollouts.py adds the rollout in progress
+    RLOOTrainer._save_checkpoint(model trial): trainers/engine.py writes it whole, with the rollout in progress
 trl.trainer.utils
     RepeatSampler.__init__(shuffle seed): trainers/saving.py skips epochs in it
     create_model_from_path(model_id architecture): trainers/critic.py loads the critic with it
@@ -88,7 +88,9 @@ transformers.trainer
     Trainer.create_scheduler(num_training_steps optimizer): trainers/ppo.py prepares the critic there
     Trainer._save_optimizer_and_scheduler(output_dir): trainers/ppo.py adds the critic before old checkpoints go
     Trainer.create_optimizer(model): trainers/ppo.py builds the critic's optimizer like the policy's
-    Trainer._get_output_dir(trial): trainers/rollouts.py finds the checkpoint with it
+    Trainer._load_from_checkpoint(resume_from_checkpoint model): trainers/engine.py loads what it would miss
+    Trainer._load_best_model(): trainers/engine.py loads what it would miss, trainers/ppo.py the critic
+    Trainer._get_output_dir(trial): trainers/engine.py finds the checkpoint with it
     Trainer._load_rng_state(checkpoint): a resumed run continues to sample where it stopped
 transformers.initialization
     no_init_weights(): quantization/checkpoint.py copies a model inside it

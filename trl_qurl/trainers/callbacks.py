@@ -57,7 +57,14 @@ class SavingBetweenSteps(TrainerAwareCallback):
         self._moved: Path | None = None  # where the checkpoint would have been
 
     def moves(self, checkpoint: Path) -> bool:
-        """Return whether a checkpoint that is to be saved now has to wait for the end of the step."""
+        """Note that a checkpoint is to be saved now, if that is inside a step.
+
+        Args:
+            checkpoint: Where it is to be saved.
+
+        Returns:
+            Whether it has to wait for the end of the step.
+        """
         if self._is_inside:
             self._moved = checkpoint
         return self._is_inside
