@@ -36,7 +36,7 @@ STEPS = 8
 LONG = ONE | {"steps_per_generation": 4, "max_steps": STEPS, "save_strategy": "steps", "save_steps": 2}
 LONG |= {"critic_warmup_steps": 3}
 
-# Greedy, and exact, so no two tokens tie: completions do not depend on the noise. One batch: shuffling does not matter.
+# Greedy, and exact, so no two tokens tie and noise does not matter. One batch: shuffling does not matter.
 GRADIENT = {
     "rollout_quantization": None,
     "vllm_engine_kwargs": ENGINE | {"dtype": "float32"},
