@@ -73,7 +73,7 @@ class QuantizedEngineMixin(TRLTrainer):
     _metrics: dict[str, dict[str, list[float]]]
 
     # TRL sends weights unless this is the current step. Its own value misses weights that change between two steps.
-    _last_loaded_step = property(lambda self: self.vllm_generation.sync.loaded_step(), lambda self, step: None)
+    _last_loaded_step = property(lambda self: self.vllm_generation.loaded_step(), lambda self, step: None)
 
     _smooths_by_loss = True  # whether smoothing learns from all passes of the loss, or a trainer chooses some
 
