@@ -11,6 +11,7 @@ from tiny import tiny_model, tiny_tokenizer
 from trl_qurl import QuRLGRPOTrainer
 from trl_qurl.rollout.engine.hardware import WORTH_COMPILING
 from trl_qurl.trainers.arguments import check_plain_generation, rollout_settings
+from trl_qurl.trainers.run_log import RUN_LOG, begin_log, end_log
 
 INIT = "trl_qurl.rollout.backend.QuantizedVLLMGeneration._init_vllm"
 each_trainer = pytest.mark.parametrize("cls", CONFIGS)
@@ -34,6 +35,14 @@ def test_arguments_are_taken_in_trls_order(cls, tmp_path):
         cls(*given, PROMPTS, train_dataset=PROMPTS)
     with pytest.raises(TypeError, match="too many positional arguments"):
         cls(*given, *[None] * 20)
+
+
+@each_trainer
+def test_a_directory_in_which_another_run_trains_is_refused(cls, tmp_path):
+    begin_log(tmp_path / RUN_LOG, {})
+    with pytest.raises(RuntimeError, match=f"Another run is training with the output directory {tmp_path}"):
+        build(cls, tmp_path)
+    end_log(tmp_path / RUN_LOG)
 
 
 @each_trainer

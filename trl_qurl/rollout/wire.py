@@ -88,7 +88,7 @@ class Engine(ABC):
         Returns the seconds that the slowest worker took for its digests, which were part of that load.
         Workers compare, because with `--data-parallel-size` vLLM returns the first engine's answer and others' errors.
         """
-        return max(self.call_workers("compare_rollout_digests", sent=sent))
+        return max(map(float, self.call_workers("compare_rollout_digests", sent=sent)))  # text, from a server
 
     def version(self) -> str:
         """Return the version of the weights that the workers hold; all versions, if they differ."""

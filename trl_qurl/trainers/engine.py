@@ -22,6 +22,7 @@ from trl_qurl.quantization.storage import set_dtype
 from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.ahead import AheadVLLMGeneration
 from trl_qurl.rollout.backend import QuantizedVLLMGeneration
+from trl_qurl.rollout.recovery import raise_everywhere
 from trl_qurl.rollout.substitution import substitute
 from trl_qurl.trainers.arguments import (
     applies_uaq,
@@ -32,6 +33,7 @@ from trl_qurl.trainers.arguments import (
 )
 from trl_qurl.trainers.callbacks import RunLogCallback, TrainerAwareCallback, UpdateAwareQuantizationCallback
 from trl_qurl.trainers.model_card import add_rollouts, quantized_card
+from trl_qurl.trainers.run_log import check_unused
 from trl_qurl.trainers.saving import write_quantized
 
 TRLTrainer: Any = object  # to mypy, the mixin has all that a trainer has: it allows no `super()` into a protocol
@@ -85,6 +87,7 @@ class QuantizedEngineMixin(TRLTrainer):
         self._step_timer = StepTimer()
         # Ours go first: rows logged by user callbacks belong in run.jsonl, their time in no step.
         run_log = RunLogCallback({"updates_per_rollout": args.updates_per_rollout, "algorithm": self._algorithm})
+        self._run_log = run_log
         uaq = [UpdateAwareQuantizationCallback(args.uaq_scale)] if applies_uaq(args, arguments) else []
         arguments["callbacks"] = [*uaq, self._step_timer, run_log, *(arguments.get("callbacks") or [])]
         # vLLM freezes the garbage collector, so a reference cycle through the trainer would keep its engine.
@@ -105,6 +108,8 @@ class QuantizedEngineMixin(TRLTrainer):
         model = arguments["model"]
         check_full_precision(model, arguments.get("quantization_config"), args.model_init_kwargs or {})
         check_adapter(model, arguments.get("peft_config"))
+        directory = Path(args.output_dir or ".")
+        raise_everywhere(lambda: check_unused(directory) if args.process_index == 0 else None)
 
     def _first_prompts(self) -> list[list[int]]:
         """Return the tokens of a few prompts, to which smoothing is fitted before the engine starts, or none."""
@@ -118,6 +123,13 @@ class QuantizedEngineMixin(TRLTrainer):
     def _set_trainer(self, callback: Any) -> None:
         if isinstance(callback, TrainerAwareCallback):
             callback.trainer = weakref.proxy(self)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train as the parent does. Until then, no other run may train with this output directory."""
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self._run_log.close()
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         started = time.perf_counter()
