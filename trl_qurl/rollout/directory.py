@@ -5,8 +5,8 @@ or removes the directory. No run removes lock files, so a path always means the 
 when a run is killed, and the next run then removes the leftovers. A logout (systemd's RemoveIPC) or a cleaner may
 remove all of it under a run that goes on, which then makes and locks it again.
 
-Numbers, because vLLM includes a model's path in the key of its cache of compiled graphs: a new name at each start would
-trigger another compilation.
+Numbers, because vLLM includes a model's path in the key of its cache of compiled graphs: a new name at each start
+would trigger another compilation.
 """
 
 import fcntl

@@ -112,7 +112,8 @@ def build_engine(cls: type, start: Path | None, engine_kwargs: dict[str, Any], l
         given = {name: trl_kwargs.get(name, False) for name in ("max_model_len", "trust_remote_code")} | engine_kwargs
         load = trl_kwargs["max_num_seqs"], PROMPT + length
         trl_kwargs |= hardware.cpu_cache_arguments(trl_kwargs["model"], given, *load, TRL_MEMORY_SHARE)
-    # TRL's seed is the engine's number alone; far apart, no two engines of neighboring seeds share their noise.
+    # TRL's seed is the engine's number alone, so runs with other values of `seed` share their noise, and no mean over
+    # them counts as several. Far apart, no two engines of neighboring seeds share theirs.
     seed = engine_kwargs["seed"] + 10_000 * trl_kwargs["seed"]
     return cls(**trl_kwargs | engine_kwargs | {"seed": seed}, worker_extension_cls=wire.WORKER_EXTENSION)
 
