@@ -11,6 +11,7 @@ from tiny import tiny_model, tiny_tokenizer
 from trl_qurl import QuRLGRPOTrainer
 from trl_qurl.rollout.engine.hardware import WORTH_COMPILING
 from trl_qurl.trainers.arguments import check_plain_generation, rollout_settings
+from trl_qurl.trainers.run_log import RUN_LOG, begin_log, end_log
 
 INIT = "trl_qurl.rollout.backend.QuantizedVLLMGeneration._init_vllm"
 each_trainer = pytest.mark.parametrize("cls", CONFIGS)
@@ -34,6 +35,36 @@ def test_arguments_are_taken_in_trls_order(cls, tmp_path):
         cls(*given, PROMPTS, train_dataset=PROMPTS)
     with pytest.raises(TypeError, match="too many positional arguments"):
         cls(*given, *[None] * 20)
+
+
+@pytest.mark.parametrize("objective", [None, "tis", "decoupled"])
+def test_vespo_needs_no_setting_of_trls_correction(objective, tmp_path):
+    args = settings_of(QuRLGRPOTrainer, tmp_path, loss_type="vespo", objective=objective)
+    with pytest.raises(AssertionError, match=STARTED):
+        grpo(tmp_path, args=args)
+
+
+@each_trainer
+def test_an_adapter_is_not_a_model(cls, tmp_path):
+    get_peft_model(tiny_model(), LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ValueError, match=f"{tmp_path}/adapter holds an adapter.*PeftModel.*is_trainable=True"):
+        build(cls, tmp_path, model=str(tmp_path / "adapter"))
+
+
+@each_trainer
+def test_a_home_directory_is_written_out(cls, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    tiny_model().save_pretrained(tmp_path / "model")
+    with pytest.raises(FileNotFoundError, match="~/model does not exist: .* home directory"):
+        build(cls, tmp_path, model="~/model")
+
+
+@each_trainer
+def test_a_directory_in_which_another_run_trains_is_refused(cls, tmp_path):
+    begin_log(tmp_path / RUN_LOG, {})
+    with pytest.raises(RuntimeError, match=f"Another run is training with the output directory {tmp_path}"):
+        build(cls, tmp_path)
+    end_log(tmp_path / RUN_LOG)
 
 
 @each_trainer

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from tiny import (
@@ -29,11 +29,12 @@ from trl_qurl.lab.comparison import fitting_formats
 from trl_qurl.quantization import get_scheme, make_plan, write_checkpoint
 from trl_qurl.quantization.checkpoint import load_model
 from trl_qurl.quantization.checkpoint_form import CheckpointForm
-from trl_qurl.quantization.layers import ignored_modules
+from trl_qurl.quantization.layers import ignored_modules, model_layers
 from trl_qurl.quantization.merging import model_parameters
 from trl_qurl.rollout.adapter import adapter_obstacle, check_rounding
 from trl_qurl.rollout.engine.hardware import check_cpu_build
 from trl_qurl.rollout.errors import ServerError
+from trl_qurl.rollout.preparation import plan_rollouts
 from trl_qurl.rollout.routes import StreamRoute
 from trl_qurl.rollout.sync import WeightSync
 
@@ -133,6 +134,33 @@ def test_experts_without_a_kernel_are_refused_with_the_pattern(has_amx, monkeypa
     is_refused = not has_amx and not torch.cuda.is_available()
     with pytest.raises(ValueError, match=r"INT8 experts only on .* AMX, .* add 're:") if is_refused else nullcontext():
         check_cpu_build(model.config, make_plan(model, "int8").schemes)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about vLLM's CPU build")
+@pytest.mark.parametrize("has_amx", [False, True])
+def test_experts_without_a_kernel_stay_in_16_bits(has_amx, monkeypatch, caplog):
+    """Unless a pattern asks for them, or a server runs them."""
+    PartialState()  # for the log
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True, "amx_tile": has_amx})
+    model = tiny_mixture("mixtral")
+
+    def planned(formats="int8", **changed):
+        return plan_rollouts(model, rollout_settings(formats, **changed)).schemes
+
+    layers = planned()
+    assert layers and any("experts" in layer for layer in layers) == has_amx
+    assert ("only on CPUs with AMX" in caplog.text and repr(SIXTEEN_BIT_EXPERTS) in caplog.text) == (not has_amx)
+    for asked in ({"is_served": True}, {"formats": {"*": "int8"}}):
+        assert any("experts" in layer for layer in planned(**asked))
+
+
+def test_layers_that_no_pattern_matches_are_named(caplog):
+    PartialState()  # for the log
+    caplog.set_level("INFO")
+    plan = plan_rollouts(tiny_model(), rollout_settings({"re:.*down_proj": "int8"}))
+    [message] = [record.getMessage() for record in caplog.records if "16 bits" in record.getMessage()]
+    left = len(model_layers(tiny_model())) - len(plan.schemes)
+    assert f"{left} layers stay in 16 bits: model.layers.0.self_attn.q_proj, " in message
 
 
 def test_the_probe_is_skipped_for_quantized_experts():

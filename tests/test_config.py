@@ -12,6 +12,9 @@ from support.configs import PLAIN, SEVERAL_UPDATES, config
 from transformers import HfArgumentParser
 from trl import GRPOConfig, TrlParser
 from trl.experimental.gmpo import GMPOConfig
+from trl.experimental.iw_opd import IWOPDConfig
+from trl.experimental.sdft import SDFTConfig
+from trl.experimental.sdpo import SDPOConfig
 
 from trl_qurl import QuRLGRPOConfig, QuRLPPOConfig, QuRLRLOOConfig
 from trl_qurl.config import CLIPPED_LOSS_TYPES, TAKEN_ENGINE_ARGUMENTS, QuantizedRolloutsConfig
@@ -88,6 +91,18 @@ def test_the_mixin_fits_another_trainers_config():
     assert settings.updates_per_rollout == 1
     with pytest.raises(ValueError, match="weight_sync is 'nccl'"):
         QuantizedGMPOConfig("out", **PLAIN, weight_sync="nccl")
+
+
+@pytest.mark.parametrize("parent", [SDPOConfig, SDFTConfig])
+def test_a_teacher_on_the_server_that_generates_is_refused(parent):
+    """It would be the quantized actor. IW-OPD's teacher has a server of its own."""
+    ours = dataclass(type("Quantized", (QuantizedRolloutsConfig, parent), {}))
+    with pytest.raises(ValueError, match="use_teacher_server=True .* quantized actor.* False"):
+        ours("out", **PLAIN, vllm_mode="server", use_teacher_server=True)
+    assert not ours("out", **PLAIN, vllm_mode="server").use_teacher_server
+    other = dataclass(type("Quantized", (QuantizedRolloutsConfig, IWOPDConfig), {}))
+    url = "http://127.0.0.1:8001"
+    assert other("out", **PLAIN, use_teacher_server=True, teacher_model_server_url=url).use_teacher_server
 
 
 @pytest.mark.parametrize(("given", "expected"), [("none", None), ("None", None), (None, None)])
@@ -192,6 +207,13 @@ REFUSED = [
     ),
     *(
         (
+            {"objective": "trl", "loss_type": "vespo", "vllm_importance_sampling_mode": mode},
+            rf"'vespo' does not fit vllm_importance_sampling_mode='{mode}': use one of 'token_truncate', 'token_mask'",
+        )
+        for mode in ("sequence_mask", "sequence_truncate")
+    ),
+    *(
+        (
             {"vllm_engine_kwargs": {argument: None}},
             rf"vllm_engine_kwargs sets '{argument}', but that is governed by .*\. Remove it\.",
         )
@@ -216,7 +238,7 @@ def test_what_cannot_work_is_refused_with_the_way_out(settings, message):
             for objective in (*[name for name in OBJECTIVES if name != "acr"], "trl")
             for loss in (*CLIPPED_LOSS_TYPES, "cispo", "sapo", "vespo", "luspo")
             for level in ("token", "sequence")
-            if not (objective == "trl" and loss == "vespo")  # TRL refuses it with its default mode
+            if not (objective == "trl" and loss == "vespo")  # refused with TRL's default mode
         ),
         *(
             {"objective": "trl", "vllm_importance_sampling_mode": mode}

@@ -179,9 +179,11 @@ def test_a_conversation_stays_one_and_ends_with_the_instruction(tmp_path):
     assert load_questions(path)[0]["prompt"] == [system, {"role": "user", "content": f"2 + 2?\n\n{INSTRUCTION}"}]
 
 
-@pytest.mark.parametrize("name", ["no.jsonl", "no.jsonl.gz", "./no"])
+@pytest.mark.parametrize("name", ["no.jsonl", "no.jsonl.gz", "./no", "a/b/no", "~/home.jsonl"])
 def test_a_missing_file_is_not_mistaken_for_a_hub_name(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write(tmp_path / "home.jsonl", [])
     with pytest.raises(FileNotFoundError, match="does not exist: give a .json, .jsonl, .csv, .parquet file"):
         load_questions(name)
 

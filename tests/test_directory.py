@@ -1,13 +1,18 @@
 """The directory for checkpoints between a run and its engine: private to the user, and removed with the run."""
 
 import os
+import shutil
 import signal
 import stat
 import subprocess
 
 import pytest
+import torch
+from accelerate import Accelerator
+from safetensors.torch import save_file
 
-from trl_qurl.rollout.directory import CheckpointDirectory
+from trl_qurl.quantization.storage import new_directory
+from trl_qurl.rollout.directory import CheckpointDirectory, CheckpointFolder
 
 
 def directories(parent):
@@ -66,6 +71,51 @@ def test_lock_is_kept_until_the_directory_is_removed(warm_python, tmp_path):
         assert str(directory.path) != path and os.path.exists(path)
         process.communicate("")
     assert directory.path.exists() and not os.path.exists(path)
+
+
+def save(named_tensors, path):
+    with new_directory(path) as tmp:
+        save_file(dict(named_tensors), tmp / "model.safetensors")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return CheckpointFolder(Accelerator(cpu=True), None, str(tmp_path), 0, is_served=False)
+
+
+@pytest.mark.parametrize("vanished", ["parent", "home", "lock", "directory"])
+def test_a_directory_that_vanishes_is_made_again_and_stays_this_runs(vanished, folder, tmp_path):
+    """At logout, systemd removes a user's files in /dev/shm (RemoveIPC); cleaners remove old ones."""
+    path = folder.path
+    lock = path.with_name(f"{path.name}.lock")
+    if vanished == "lock":
+        lock.unlink()
+    else:
+        shutil.rmtree({"parent": tmp_path, "home": path.parent, "directory": path}[vanished])
+    written = folder.write("sync-2", [("weight", torch.ones(2))], save)
+    assert written.parent == path and (written / "model.safetensors").exists()
+    assert {stat.S_IMODE(each.stat().st_mode) for each in (path, path.parent)} == {0o700}
+    other = CheckpointDirectory(str(tmp_path), 0)
+    assert other.path != path and written.exists()
+    del other
+    assert directories(tmp_path) == [path]
+
+
+def test_another_run_that_took_the_place_keeps_it(folder, tmp_path):
+    shutil.rmtree(folder.path.parent)
+    other = CheckpointDirectory(str(tmp_path), 0)
+    assert other.path == folder.path
+    with pytest.raises(OSError, match=f"{folder.path} was removed .*rollout_checkpoint_dir .* resume"):
+        folder.write("sync-2", [("weight", torch.ones(2))], save)
+    folder._directory.remove()
+    assert other.path.exists(), "the first run removed the directory of the second"
+
+
+def test_a_lock_stays_young(folder):
+    lock = folder.path.with_name(f"{folder.path.name}.lock")
+    os.utime(lock, (0, 0))
+    folder.write("sync-2", [("weight", torch.ones(2))], save)
+    assert lock.stat().st_mtime > 1e9
 
 
 def test_directory_of_another_user_is_refused(tmp_path):

@@ -199,8 +199,9 @@ def test_what_cpus_with_amx_cannot_run(
     monkeypatch.setattr("os.execve", lambda *arguments: pytest.fail("a server was started"))
     model = tiny_model(family, **MIXTURES.get(family, {}) | overrides)
     path = save_tiny(tmp_path_factory.mktemp("model"), CHAT_TEMPLATE, model=model)
-    message = train("--model_name_or_path", path, *arguments.split())
-    assert error in message and message.endswith(", or use a GPU.")
+    if error not in (ROUTING, SIZES):  # in a colocated engine, experts stay in 16 bits
+        message = train("--model_name_or_path", path, *arguments.split())
+        assert error in message and message.endswith(", or use a GPU.")
     assert cli.main(["serve", str(path), *options.split()]) == 2
     assert error in capfd.readouterr().err
 

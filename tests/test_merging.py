@@ -114,6 +114,7 @@ CHANGES = {
     "averages": lambda p: p.data.copy_(p.data + 1e-3),
     "one value of averages": lambda p: p.data.view(-1)[1].add_(0.1),
     "another tensor": lambda p: setattr(p, "data", p.data + 1e-3),
+    "one bit of averages": lambda p: p.data.view(torch.uint8).view(-1)[-4].bitwise_xor_(1),
 }
 
 
@@ -124,6 +125,17 @@ def test_fingerprint_changes_with_weights(change):
     model(torch.tensor([[5, 6, 7]])).logits.sum().backward()
     assert fingerprint(model) == before
     CHANGES[change](model.model.layers[1].mlp.up_proj.weight)
+    assert fingerprint(model) != before
+
+
+def test_fingerprint_reads_the_shard_of_a_parameter_that_is_empty():
+    """As under ZeRO-3."""
+    model = tiny_model()
+    parameter = model.model.layers[0].mlp.up_proj.weight
+    parameter.ds_tensor = parameter.data.flatten()[1:101].clone()
+    parameter.data = torch.empty(0)
+    before = fingerprint(model)
+    parameter.ds_tensor[50].add_(1e-3)
     assert fingerprint(model) != before
 
 

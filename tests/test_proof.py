@@ -23,7 +23,14 @@ from trl_qurl.rollout.checks.probe import (
     probe_prompts,
     run_probe,
 )
-from trl_qurl.rollout.checks.tensors import MeteredStream, compare_digests, find_not_finite, tensor_digest
+from trl_qurl.rollout.checks.tensors import (
+    MeteredStream,
+    as_integers,
+    bit_sum,
+    compare_digests,
+    find_not_finite,
+    tensor_digest,
+)
 from trl_qurl.rollout.errors import SyncError
 from trl_qurl.rollout.wire import Continuation
 
@@ -120,6 +127,46 @@ def test_digest_depends_on_order_and_signs(dtype):
     halves = torch.cat([tensor[256:], tensor[:256]])
     digests = {tensor_digest(each) for each in (tensor, signs, columns, rows, swapped, halves, -tensor)}
     assert len(digests) == 7
+
+
+def bits_of(tensor):
+    """Ways that a parameter may lie in memory, with the same values."""
+    padded = torch.zeros(*tensor.shape[:-1], tensor.shape[-1] + 3, dtype=tensor.dtype)
+    gaps = padded[..., : tensor.shape[-1]]
+    gaps.view(torch.uint8).copy_(tensor.view(torch.uint8))
+    slices = torch.zeros(tensor.numel() + 3, dtype=tensor.dtype)[3:].view(tensor.shape)
+    slices.view(torch.uint8).copy_(tensor.view(torch.uint8))
+    return {"dense": tensor, "transposed": tensor.transpose(0, -1), "gaps": gaps, "slice of a buffer": slices}
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1,), (7,), (16,), (5, 7), (3, 5, 9)], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    ["float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "int8", "uint8", "bool"],
+)
+def test_the_sum_of_bits_is_exact_wherever_a_tensor_lies(dtype, shape):
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(getattr(torch, dtype))
+    if tensor.dim() == 0 or tensor.numel() == 0:
+        assert bit_sum(tensor).item() == sum(as_integers(tensor).flatten().tolist())
+        return
+    changed = tensor.clone()
+    changed.view(torch.uint8).view(-1)[-1] ^= 1
+    for place, same in bits_of(tensor).items():
+        other = bits_of(changed)[place]
+        assert bit_sum(same).item() != bit_sum(other).item(), place
+        assert bit_sum(same).dtype == torch.int64
+
+
+@pytest.mark.parametrize("place", ["dense", "gaps"])
+def test_the_sum_of_bits_widens_a_piece_at_a_time(place, monkeypatch):
+    monkeypatch.setattr(tensors, "PIECE", 16)
+    tensor = bits_of(torch.randn(64, 9).to(torch.bfloat16))[place]
+    words = tensor.contiguous().view(torch.int16).tolist()
+    whole = bit_sum(tensor).item()
+    if place == "gaps":  # each element is a word
+        assert whole == sum(map(sum, words))
+    else:  # four are
+        assert whole == torch.tensor(words, dtype=torch.int16).view(-1).view(torch.int64).sum().item()
 
 
 @pytest.mark.parametrize("name", SCHEMES)

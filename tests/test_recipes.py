@@ -22,7 +22,7 @@ from trl_qurl.lab.recipes.arguments import merge_settings, recipes, take_files
 from trl_qurl.lab.recipes.questions import Recipe, _set_up_logging, checkpoint_to_resume, tell_other_format
 from trl_qurl.lab.recipes.rewards import load_rewards, punishments
 from trl_qurl.lab.runs import read_run
-from trl_qurl.trainers.run_log import begin_log
+from trl_qurl.trainers.run_log import begin_log, end_log
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "examples" / "recipes").glob("*.yaml"))
@@ -374,6 +374,7 @@ def test_another_dataset_drops_the_tasks_of_a_recipe(argv, tasks, tmp_path, capl
 @pytest.mark.parametrize(("before", "told"), [("int8", False), (None, True), ({"*": "int8"}, True)])
 def test_a_run_that_resumes_in_another_format_says_so(before, told, tmp_path, caplog):
     begin_log(tmp_path / "run.jsonl", {"rollout_quantization": before})
+    end_log(tmp_path / "run.jsonl")
     tell_other_format(tmp_path / "run.jsonl", "int8")
     expected = [f"Resuming with rollout_quantization=int8; it was {before or 'none'}."]
     assert [record.message for record in caplog.records] == expected * told

@@ -2,20 +2,25 @@
 
 import gzip
 import json
+import os
+import signal
+import subprocess
 
 import pytest
+from support.disks import mounted
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from trl_qurl.cli import main
 from trl_qurl.lab.runs import read_run
 from trl_qurl.trainers.callbacks import RunLogCallback
-from trl_qurl.trainers.run_log import RUN_LOG, append_row, begin_log
+from trl_qurl.trainers.run_log import RUN_LOG, append_row, begin_log, check_unused, end_log
 
 
 def write(path, rows, settings=None, history=()):
     begin_log(path, settings or {"learning_rate": 1e-5}, history)
     for row in rows:
         append_row(path, row)
+    end_log(path)
 
 
 def test_rows_and_settings_are_read_as_written(tmp_path):
@@ -44,6 +49,7 @@ def test_secrets_are_not_written(tmp_path):
         "vllm_server_base_url": "http://me:hf_e@127.0.0.1:8000",
         "max_tokens": 5,
         "eos_token_id": "7",
+        "model": "someone/keyboard",
     }
     write(tmp_path / RUN_LOG, [], settings)
     assert "hf_" not in (tmp_path / RUN_LOG).read_text().replace("hf_token", "")
@@ -55,7 +61,86 @@ def test_secrets_are_not_written(tmp_path):
         "vllm_server_base_url": "http://<hidden>@127.0.0.1:8000",
         "max_tokens": 5,
         "eos_token_id": "7",
+        "model": "someone/keyboard",
     }
+
+
+@pytest.mark.parametrize(
+    "name", ["apikey", "x-api-key", "aws_secret_access_key", "auth", "Bearer", "passphrase", "tokens"]
+)
+@pytest.mark.parametrize("value", ["s3cr3t", ["s3cr3t"], {"value": 's"3cr3t'}], ids=json.dumps)
+def test_a_secret_is_known_by_its_name(name, value, tmp_path):
+    write(tmp_path / RUN_LOG, [], {"given": {name: value}})
+    assert "3cr3t" not in (tmp_path / RUN_LOG).read_text()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Bearer s3cr3t",
+        "Authorization: Basic s3cr3t",
+        "serve --api-key s3cr3t --port 1",
+        "HF_TOKEN=s3cr3t",
+        "{'api_key': 's3cr3t'}",
+        "https://host/x?b=1&token=s3cr3t",
+        "https://user:s3cr3t@host/x",
+        "http://us@er:s3cr3t@host",
+        '[{"nested": "{\\"token\\": \\"s3cr3t\\"}"}]',
+        ["--api-key", "s3cr3t", "--port"],
+        "the one of the Hub is hf_" + "s3cr3t" * 6,
+    ],
+    ids=str,
+)
+def test_a_secret_is_known_by_its_form(text, tmp_path):
+    write(tmp_path / RUN_LOG, [], {"given": text})
+    assert "s3cr3t" not in (tmp_path / RUN_LOG).read_text()
+    assert ("port" in str(text)) == ("port" in (tmp_path / RUN_LOG).read_text()), "more than the secret was hidden"
+
+
+def test_a_full_disk_costs_rows_and_nothing_else(tmp_path, caplog):
+    with mounted(tmp_path / "disk", "size=64k") as disk:
+        begin_log(disk / RUN_LOG, {"seed": 1})
+        append_row(disk / RUN_LOG, {"step": 1})
+        (disk / "others").write_bytes(bytes(os.statvfs(disk).f_bavail * os.statvfs(disk).f_bsize))
+        for step in (2, 3):
+            append_row(disk / RUN_LOG, {"step": step, "text": "x" * 8000})
+        [message] = [record.getMessage() for record in caplog.records]
+        assert str(disk / RUN_LOG) in message and "No space left on device" in message
+        (disk / "others").unlink()
+        append_row(disk / RUN_LOG, {"step": 4})
+        end_log(disk / RUN_LOG)
+        assert read_run(disk).rows == [{"step": 1}, {"step": 4}]
+
+
+RUNS_UNTIL_KILLED = """
+import os, signal, sys
+from pathlib import Path
+from trl_qurl.trainers.run_log import begin_log
+begin_log(Path(sys.argv[1]), {"seed": 1})
+worker = os.fork()  # of a reward function or a data loader, which outlives the run
+if worker:
+    print(os.getpid(), worker, flush=True)
+signal.pause()
+"""
+
+
+def test_two_runs_do_not_share_a_directory(warm_python, tmp_path):
+    path = tmp_path / RUN_LOG
+    with subprocess.Popen([warm_python, "-c", RUNS_UNTIL_KILLED, path], stdout=subprocess.PIPE, text=True) as run:
+        trainer, worker = map(int, run.stdout.readline().split())
+        for attempt in (lambda: check_unused(tmp_path), lambda: begin_log(path, {"seed": 2})):
+            with pytest.raises(RuntimeError, match=f"Another run .* {tmp_path}, .*another output_dir"):
+                attempt()
+        assert read_run(path).settings == {"seed": 1}
+        os.kill(trainer, signal.SIGKILL)
+        run.wait()
+    try:
+        check_unused(tmp_path)
+        write(path, [{"step": 1}], {"seed": 2})
+    finally:
+        os.kill(worker, signal.SIGKILL)
+    assert read_run(path).settings == {"seed": 2}
+    check_unused(tmp_path / "missing")
 
 
 def test_a_resumed_run_continues_after_its_checkpoint(tmp_path):
@@ -118,6 +203,8 @@ def test_one_process_writes(first, tmp_path):
     state.global_step = 2
     callback.on_log(args, state, TrainerControl(), logs={"reward": 0.5})
     assert (tmp_path / RUN_LOG).exists() is first
+    callback.close()
+    check_unused(tmp_path)
     if first:
         run = read_run(tmp_path)
         assert run.rows == [{"step": 2, "reward": 0.5}]

@@ -20,10 +20,8 @@ RUNS = {
         "sapo_temperature_neg": 1.2,
         "sapo_temperature_pos": 0.9,
     },
-    "VESPO": {
-        "objective": "trl",
+    "VESPO, no objective named": {
         "loss_type": "vespo",
-        "vllm_importance_sampling_mode": "token_truncate",
         **{"vespo_k_pos": 2.5, "vespo_lambda_pos": 2.5, "vespo_k_neg": 2.5, "vespo_lambda_neg": 1.5},
         "max_steps": 2,
     },

@@ -97,6 +97,7 @@ class Server:
             "starting_fingerprint": self.fingerprint,
             "rollout_version": self.version,
             "digest_rollout_base": self.base,
+            "compare_rollout_digests": "0.0",
         }.get(method)
 
     def choices(self, prompt: list[list[int]], n: int, max_tokens: int, logprobs: int, **kwargs: object):

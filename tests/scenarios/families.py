@@ -88,8 +88,9 @@ def dense(out: Path, family: str) -> dict[str, Any]:
 
 
 def experts(out: Path, family: str) -> dict[str, Any]:
-    """A mixture of experts, with the loss that balances them; without AMX, CPUs run experts in 16 bits only."""
-    ignore = ["lm_head"] if torch.cuda.is_available() else SIXTEEN_BIT_EXPERTS
+    """A mixture of experts, with the loss that balances them. CPUs without AMX keep experts in 16 bits by default."""
+    has_amx = torch.cpu.get_capabilities().get("amx_tile")
+    ignore = SIXTEEN_BIT_EXPERTS if has_amx else ["lm_head"]
     model = tiny_mixture(family, output_router_logits=True)
     return seen(run(out, model=model, router_aux_loss_coef=0.01, quantization_ignore=ignore))
 

@@ -6,6 +6,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from trl_qurl.paths import home_advice, is_local
+
 
 class PatternAction(argparse.Action):
     """Action that collects the values of a repeated option; the first value replaces the default."""
@@ -62,11 +64,11 @@ def check_hub(name: str, kind: str) -> None:
 
 def check_model(name_or_path: str) -> None:
     """Raise if a local directory holds no model, which libraries would look up on the Hub, or that is out of reach."""
-    directory = Path(name_or_path).expanduser()
-    is_local = name_or_path.startswith((".", "/", "~")) or directory.is_dir() or name_or_path.count("/") > 1
-    if not is_local:
+    directory = Path(name_or_path)
+    if not is_local(name_or_path):
         check_hub(name_or_path, "model")
-    if not is_local or (directory / "config.json").is_file():
+        return
+    if (directory / "config.json").is_file():
         return
     if (directory / "adapter_config.json").is_file():
         merge = f"peft.AutoPeftModelForCausalLM.from_pretrained({name_or_path!r}).merge_and_unload()"
@@ -75,4 +77,4 @@ def check_model(name_or_path: str) -> None:
             f"{merge}.save_pretrained('merged'), or train with --save_quantized."
         )
     ways = "pass a directory with a config.json, or a name on the Hub such as Qwen/Qwen2.5-0.5B-Instruct"
-    raise FileNotFoundError(f"{name_or_path} does not contain a model: {ways}.")
+    raise FileNotFoundError(f"{name_or_path} does not contain a model: {ways}.{home_advice(name_or_path)}")

@@ -2,6 +2,7 @@
 
 import warnings
 from dataclasses import dataclass
+from typing import Any
 
 from trl import GRPOConfig
 
@@ -12,6 +13,9 @@ from trl_qurl.objective import OBJECTIVES, TRL_LOSS, get_objective
 
 CLIPPED_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")
 """TRL's losses that clamp the ratio on both sides and average over tokens, from which ACR can be made."""
+
+VESPO_MODES = ("token_truncate", "token_mask")
+"""TRL's modes of its correction that its trainer accepts with VESPO."""
 
 TRL_ONLY = "leave it out, or use objective='trl'"
 INSTEAD = {
@@ -57,6 +61,7 @@ class QuRLGRPOConfig(QuantizedRolloutsConfig, GRPOConfig):
                 warnings.warn(f"{choice}. Set objective={default!r} to avoid this warning.", stacklevel=3)
             self.objective = default
         check_choice(self, "objective", (*OBJECTIVES, TRL_LOSS))
+        self._check_vespo()
         super().__post_init__()
         if self.dynamic_sampling_reward is not None and not self.dynamic_sampling:
             raise ValueError("dynamic_sampling_reward has no effect unless dynamic_sampling=True.")
@@ -71,6 +76,19 @@ class QuRLGRPOConfig(QuantizedRolloutsConfig, GRPOConfig):
         if self.objective != TRL_LOSS and (unread := self._unread()):
             texts = (f"{setting} has no effect with objective={self.objective!r}: {way}." for setting, way in unread)
             warnings.warn(" ".join(texts), stacklevel=3)
+
+    def _check_vespo(self: Any) -> None:
+        """Choose a mode of TRL's correction that its trainer accepts with VESPO, or raise `ValueError`."""
+        mode = self.vllm_importance_sampling_mode
+        if self.loss_type != "vespo" or not self.vllm_importance_sampling_correction or mode in VESPO_MODES:
+            return
+        if self.objective == TRL_LOSS:
+            raise ValueError(
+                f"loss_type='vespo' does not fit vllm_importance_sampling_mode={mode!r}: use one of "
+                f"{', '.join(map(repr, VESPO_MODES))}, or objective='tis'."
+            )
+        if mode == GRPOConfig.vllm_importance_sampling_mode:
+            self.vllm_importance_sampling_mode = "token_truncate"  # as our objectives do
 
     def _unread(self) -> list[tuple[str, str]]:
         """Return the settings of TRL's correction that were changed, with their values, and what to set instead."""

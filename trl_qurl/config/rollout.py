@@ -44,7 +44,8 @@ class QuantizedRolloutsConfig:
     Args:
         rollout_quantization: Format of the actor: a name in [`~trl_qurl.quantization.SCHEMES`], or `None` for
             unquantized rollouts in the engine's own dtype. On the command line, `none` means `None`. Or names by
-            pattern, of which the first that matches wins: `{"re:.*down_proj": "w8a16", "*": "int8"}`.
+            pattern, of which the first that matches wins: `{"re:.*down_proj": "w8a16", "*": "int8"}`. Layers that no
+            pattern matches stay in 16 bits.
         quantization_ignore: Modules kept in full precision before all else, in llm-compressor's pattern syntax.
             `trl-qurl mismatch --kl` finds the layers that rounding hurts most.
         uaq_scale: Scale s of update-aware quantization (Sec. 4.3), applied to the policy's weights once, before
@@ -237,6 +238,11 @@ class QuantizedRolloutsConfig:
             raise ValueError(
                 f"The main process may wait for the server {wait}, but the others give up after "
                 f"ddp_timeout={self.ddp_timeout}: set it to more."
+            )
+        if vars(self).get("use_teacher_server") and not hasattr(self, "teacher_model_server_url"):
+            raise ValueError(
+                "use_teacher_server=True would score the teacher on the quantized actor, because SDPO and SDFT ask "
+                "the server that generates: set it to False, so that the trainer scores the teacher in full precision."
             )
         engine_kwargs = self.engine_kwargs
         if engine_kwargs and self.vllm_mode == "server":

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from trl_qurl.cli.options import check_hub
 from trl_qurl.lab.grading import as_solution
+from trl_qurl.paths import home_advice, is_local
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -65,10 +66,10 @@ def load_questions(
 
     if limit is not None and limit < 1:
         raise ValueError(f"limit={limit} leaves no questions: give a positive number, or None for all questions.")
-    is_local = name_or_path[:1] in "./~" or Path(name_or_path).exists() or _suffix(name_or_path) in SUFFIXES
-    if not is_local:
+    is_file = is_local(name_or_path) or _suffix(name_or_path) in SUFFIXES
+    if not is_file:
         check_hub(name_or_path, "dataset")
-    rows: Any = _read(name_or_path, keep_columns) if is_local else load_dataset(name_or_path, config, split=split)
+    rows: Any = _read(name_or_path, keep_columns) if is_file else load_dataset(name_or_path, config, split=split)
     if len(rows) == 0:
         raise ValueError(f"{name_or_path} contains no questions.")
     rows = list(islice(rows, limit))
@@ -119,11 +120,10 @@ def _as_conversation(question: Any, instruction: str, source: str, number: int) 
 
 def _read(name: str, converts: bool) -> list[Any]:
     """Read a local file; unless `converts`, JSON numbers stay as they are written, because 1.50 may be an answer."""
-    path, suffix = Path(name).expanduser(), _suffix(name)
+    path, suffix = Path(name), _suffix(name)
     if not path.is_file():
-        raise FileNotFoundError(
-            f"The data set file {path} does not exist: give a {', '.join(SUFFIXES)} file, or a Hub name."
-        )
+        way = f"give a {', '.join(SUFFIXES)} file, or a Hub name.{home_advice(path)}"
+        raise FileNotFoundError(f"The data set file {path} does not exist: {way}")
     if suffix not in SUFFIXES:
         raise ValueError(f"{path} is not a {', '.join(SUFFIXES)} file: convert it, or give a Hub name.")
     try:

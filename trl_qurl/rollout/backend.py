@@ -203,6 +203,10 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         recover(functools.partial(self.sync.push, self.current.cost), self._reconnect)
         self._seconds_in_syncs += time.perf_counter() - started
 
+    def loaded_step(self) -> int:
+        """Return the current step if the engine has the policy's weights, else -1. A collective operation."""
+        return self.sync.loaded_step(self.current.cost)
+
     def policy_parameters(self) -> Tensors:
         """Yield what a sync sends, before it is quantized. A collective operation: read to the end."""
         return model_parameters(self.model, merges=True, grid=self.weights.grid)

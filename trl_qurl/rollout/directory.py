@@ -1,9 +1,12 @@
 """The directory through which a run passes checkpoints to its engine, readable only by this user.
 
 A run takes the lowest number whose lock file it can lock (`0.lock` for `0`), and only the holder of that lock creates
-or removes the directory. Lock files are never removed, so a path always means the same lock. The system releases it
-when a run is killed, and the next run then removes the leftovers. Numbers, because vLLM includes a model's path in the
-key of its cache of compiled graphs: a new name at each start would trigger another compilation.
+or removes the directory. No run removes lock files, so a path always means the same lock. The system releases it
+when a run is killed, and the next run then removes the leftovers. A logout (systemd's RemoveIPC) or a cleaner may
+remove all of it under a run that goes on, which then makes and locks it again.
+
+Numbers, because vLLM includes a model's path in the key of its cache of compiled graphs: a new name at each start
+would trigger another compilation.
 """
 
 import fcntl
@@ -38,7 +41,33 @@ class CheckpointDirectory:
 
     def __init__(self, requested: str | None, bytes_needed: int) -> None:
         self.path, lock = _create(requested, bytes_needed)
+        self._own(lock)
+
+    def _own(self, lock: int) -> None:
+        self._lock = lock
         self.remove = weakref.finalize(self, _remove, self.path, lock, os.getpid())
+
+    def restore(self) -> None:
+        """Make the directory again, as private as before, if it was removed under this run.
+
+        Raises `OSError` if another run has taken its place since then.
+        """
+        home = self.path.parent
+        if not _is_in_place(self.path, self._lock):
+            home.parent.mkdir(parents=True, exist_ok=True)
+            home.mkdir(mode=0o700, exist_ok=True)
+            try:
+                lock = _lock(self.path)
+            except BlockingIOError:
+                raise OSError(
+                    f"{self.path} was removed under this run, by a logout or a cleaner, and another run has taken its "
+                    "place: set rollout_checkpoint_dir to a directory that stays, and resume from the last checkpoint."
+                ) from None
+            self.remove.detach()
+            os.close(self._lock)
+            self._own(lock)
+        os.utime(self._lock)  # cleaners go by age
+        self.path.mkdir(mode=0o700, exist_ok=True)
 
 
 class CheckpointFolder:
@@ -64,7 +93,15 @@ class CheckpointFolder:
         path = self.path / name
         save = write or self.writer.write
         drain: Callable[[], object] = functools.partial(deque, rollout_tensors, maxlen=0)
-        raise_everywhere(lambda: save(rollout_tensors, path) if self.is_writer else drain(), join=drain)
+
+        def act() -> None:
+            if self._directory is None:
+                drain()
+            else:
+                self._directory.restore()
+                save(rollout_tensors, path)
+
+        raise_everywhere(act, join=drain)
         self._accelerator.wait_for_everyone()
         return path
 
@@ -131,6 +168,14 @@ def _lock(directory: Path) -> int:
     return lock
 
 
+def _is_in_place(directory: Path, lock: int) -> bool:
+    """Return whether a directory's lock file is still the open one, which its owner holds."""
+    try:
+        return os.path.samestat(os.stat(f"{directory}{LOCK_SUFFIX}"), os.fstat(lock))
+    except FileNotFoundError:
+        return False
+
+
 def _remove_abandoned(home: Path) -> None:
     """Remove the directories of this user's killed runs. Best effort; failures are ignored."""
     for lock_file in home.glob(f"*{LOCK_SUFFIX}"):
@@ -142,6 +187,7 @@ def _remove_abandoned(home: Path) -> None:
 def _remove(directory: Path, lock: int, owner: int) -> None:
     if os.getpid() != owner:  # a fork of the owner is exiting
         return
-    shutil.rmtree(directory, ignore_errors=True)
+    if _is_in_place(directory, lock):  # else it may be another run's by now
+        shutil.rmtree(directory, ignore_errors=True)
     fcntl.flock(lock, fcntl.LOCK_UN)  # closing is not enough while a fork has the file open
     os.close(lock)

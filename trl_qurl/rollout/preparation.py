@@ -1,6 +1,6 @@
 """The settings of rollouts, and what follows from them before an engine starts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +11,12 @@ from accelerate.utils import broadcast_object_list, is_peft_model
 from trl.distributed import DistributedBackend
 
 from trl_qurl.quantization.checkpoint_form import plain_model, policy_tensors
+from trl_qurl.quantization.layers import model_layers
 from trl_qurl.quantization.merging import on_grid
-from trl_qurl.quantization.plan import Formats, make_plan
+from trl_qurl.quantization.plan import Formats, QuantizationPlan, make_plan
 from trl_qurl.quantization.smoothing import can_smooth
 from trl_qurl.quantization.stream import WeightStream
+from trl_qurl.rollout.engine.hardware import EXPERTS, expert_obstacle
 
 logger = get_logger(__name__)  # of the main process
 
@@ -51,7 +53,7 @@ def prepare_weights(
     smooths = rollout.smooths
     if smooths is None:  # smooth where supported, unless an adapter may be sent alone
         smooths = can_smooth(model) and not (rollout.is_served and is_peft_model(model))
-    weights = WeightStream(model, make_plan(model, rollout.formats, rollout.ignore), smooths)
+    weights = WeightStream(model, plan_rollouts(model, rollout), smooths)
     weights.grid = AUTOCAST.get(accelerator.mixed_precision)
     for _, tensor in policy_tensors(model) if is_peft_model(model) else ():
         if not tensor.requires_grad:  # autocast rounds a base, but not together with its adapter
@@ -69,6 +71,25 @@ def prepare_weights(
         scales = [{name: scale.cpu() for name, scale in weights.smoothing.scales.items()}]
     [weights.smoothing.scales] = broadcast_object_list(scales, from_process=0)
     return weights
+
+
+def plan_rollouts(model: Any, rollout: RolloutSettings) -> QuantizationPlan:
+    """Plan the formats of a model's layers, and log which ones stay in 16 bits if that is not obvious.
+
+    Experts that this machine's engine cannot run in the one format of all layers stay in 16 bits, with a warning. A
+    server is started elsewhere, with its own `--ignore`.
+    """
+    plan = make_plan(model, rollout.formats, rollout.ignore)
+    is_default = isinstance(rollout.formats, str) and not rollout.is_served
+    obstacle = expert_obstacle(plain_model(model).config, plan.schemes) if is_default else None
+    if obstacle is not None:
+        ignore = [*rollout.ignore, EXPERTS]
+        logger.warning("%s, so they stay in 16 bits, as with quantization_ignore=%s.", obstacle, ignore)
+        plan = make_plan(model, rollout.formats, ignore)
+    left = [name for name in model_layers(model) if name not in plan.schemes]
+    if isinstance(rollout.formats, Mapping) and left:
+        logger.info("%d layers stay in 16 bits: %s%s.", len(left), ", ".join(left[:8]), ", ..." * (len(left) > 8))
+    return plan
 
 
 def check_policy(model: Any) -> None:

@@ -30,12 +30,14 @@ from trl.distributed import DistributedBackend
 from trl_qurl.quantization.checkpoint_form import expert_layers
 from trl_qurl.quantization.merging import reshard
 from trl_qurl.rollout.checks.probe import ask_engine, judge_probe, run_probe
-from trl_qurl.rollout.checks.tensors import MeteredStream, find_not_finite, require_finite
+from trl_qurl.rollout.checks.tensors import MeteredStream, as_integers, bit_sum, find_not_finite, require_finite
 from trl_qurl.rollout.errors import ServerError, SyncError
 from trl_qurl.rollout.preparation import RolloutSettings
 from trl_qurl.rollout.recovery import raise_everywhere
 from trl_qurl.rollout.routes import Route
 from trl_qurl.rollout.wire import FRESH, WeightUpdate
+
+Fingerprint = tuple[list[int], bytes, list[str]]
 
 
 @dataclass
@@ -43,8 +45,8 @@ class RolloutCost:
     """The cost of rollouts in this process, and what was measured on the way."""
 
     quantize_s: float = 0.0  # gathering and rounding
-    sync_s: float = 0.0  # whole syncs without the probe; includes `quantize_s` and any digests
-    check_s: float = 0.0  # digests and probes
+    sync_s: float = 0.0  # whole syncs without the probe; includes `quantize_s`, any digests and a fingerprint
+    check_s: float = 0.0  # digests on both sides, fingerprints and probes
     sent_bytes: int = 0  # total size of the tensors made for the engine
     recoveries: int = 0  # from server faults
     generate_s: float = 0.0
@@ -100,13 +102,13 @@ class WeightSync:
         def verify() -> None:
             require_finite(not_finite)
             if stream.digests is not None and route.engine:
-                route.engine.compare_digests(stream.digests)
+                cost.check_s += route.engine.compare_digests(stream.digests)
             self.require_version()
 
         raise_everywhere(verify, route.is_served)
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()  # the engine has streams of its own, and seconds should include its copies
-        self._sent = (self.global_step(), fingerprint(route.model))
+        self._sent = (self.global_step(), self._fingerprint(cost))
         cost.sync_s += time.perf_counter() - started
         cost.quantize_s += stream.source_s
         cost.check_s += stream.digest_s
@@ -116,10 +118,16 @@ class WeightSync:
             cost.metrics |= self._check_probe()
             cost.check_s += time.perf_counter() - started
 
-    def loaded_step(self) -> int:
+    def loaded_step(self, cost: RolloutCost) -> int:
         """Return the current step if the policy has the weights that were sent last. A collective operation."""
-        now = (self.global_step(), fingerprint(self.route.model))
+        now = (self.global_step(), self._fingerprint(cost))
         return now[0] if all(gather_object([now == self._sent])) else -1
+
+    def _fingerprint(self, cost: RolloutCost) -> Fingerprint:
+        started = time.perf_counter()
+        result = fingerprint(self.route.model)
+        cost.check_s += time.perf_counter() - started
+        return result
 
     def require_version(self) -> None:
         """Raise `SyncError` unless the engine holds the weights of the last sync; `ServerError` after a restart."""
@@ -155,16 +163,18 @@ class WeightSync:
         return raise_everywhere(judge, route.is_served)
 
 
-def fingerprint(model: Any) -> tuple[list[int], bytes, list[str]]:
-    """Return what tells weights from later ones: version counters, some values and sums, and what adapters do.
+def fingerprint(model: Any) -> Fingerprint:
+    """Return what tells weights from later ones: version counters, sums of bits and some values, and what adapters do.
 
-    Values, because writing to `.data` counts no version.
+    Writing to `.data` counts no version, but changes the sum. Values, because two changes may cancel in a sum.
     """
     reshard(model)
     shards = [getattr(each, "ds_tensor", each).detach() for each in model.parameters()]  # ZeRO-3's
-    flat = [(each.to_local() if isinstance(each, DTensor) else each).flatten() for each in shards]
-    values = [each[:: max(1, len(each) // 64)].to(model.device, torch.float32) for each in flat]
-    values += [each.sum(dtype=torch.float32).reshape(1).to(model.device) for each in flat]
+    tensors = [each.to_local() if isinstance(each, DTensor) else each for each in shards]
+    values = [bit_sum(each).reshape(1).to(model.device) for each in tensors]
+    for integers in map(as_integers, tensors):
+        sampled = torch.arange(0, integers.numel(), max(1, integers.numel() // 64), device=integers.device)
+        values.append(integers.take(sampled).to(model.device, torch.int64))
     adapters = [each for each in model.modules() if hasattr(each, "base_layer") or hasattr(each, "modules_to_save")]
     in_use = [str((a.disable_adapters, a.active_adapters, getattr(a, "scaling", None))) for a in adapters]
     return [each._version for each in model.parameters()], torch.cat(values).cpu().numpy().tobytes(), in_use

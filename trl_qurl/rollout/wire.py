@@ -82,12 +82,13 @@ class Engine(ABC):
     def check_base(self, sent: dict[str, str]) -> None:  # noqa: B027
         """Raise `SyncError` if an engine that this run did not start has a base with other digests."""
 
-    def compare_digests(self, sent: dict[str, str]) -> None:
+    def compare_digests(self, sent: dict[str, str]) -> float:
         """Raise `SyncError` if a worker received anything but the tensors that were sent, in the latest load.
 
+        Returns the seconds that the slowest worker took for its digests, which were part of that load.
         Workers compare, because with `--data-parallel-size` vLLM returns the first engine's answer and others' errors.
         """
-        self.call_workers("compare_rollout_digests", sent=sent)
+        return max(map(float, self.call_workers("compare_rollout_digests", sent=sent)))  # text, from a server
 
     def version(self) -> str:
         """Return the version of the weights that the workers hold; all versions, if they differ."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import os
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
@@ -12,9 +13,11 @@ from accelerate.utils import is_peft_model
 from datasets import Dataset
 from torch import nn
 from transformers import PretrainedConfig
+from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
 from transformers.utils.quantization_config import QuantizationConfigMixin
 from trl.import_utils import is_vllm_available
 
+from trl_qurl.paths import home_advice, is_local
 from trl_qurl.quantization.formats import gpu_capability
 from trl_qurl.rollout.engine.hardware import WORTH_COMPILING
 from trl_qurl.rollout.preparation import RolloutSettings
@@ -160,7 +163,13 @@ def check_reward(function: Any, args: Any, arguments: Mapping[str, Any]) -> None
 
 
 def check_adapter(model: Any, peft_config: Any) -> None:
-    """Raise `ValueError` for an adapter that cannot be merged into the weights for a sync."""
+    """Raise `ValueError` for an adapter that cannot be merged into the weights for a sync, or is passed as a model."""
+    files = os.listdir(model) if isinstance(model, str) and Path(model).is_dir() else []
+    if ADAPTER_CONFIG_NAME in files and CONFIG_NAME not in files:
+        raise ValueError(
+            f"{model} holds an adapter, and no model: load its base, and pass PeftModel.from_pretrained(base, "
+            f"{model!r}, is_trainable=True) to go on training it."
+        )
     configs = model.peft_config.values() if not isinstance(model, str) and is_peft_model(model) else ()
     for config in filter(None, (*configs, peft_config)):
         tokens = [name for name in ONLY_TOKENS if vars(config).get(name)]
@@ -174,9 +183,9 @@ def check_adapter(model: Any, peft_config: Any) -> None:
 
 def check_full_precision(model: Any, quantization_config: Any, loading: Mapping[str, Any]) -> None:
     """Raise `ValueError` if the model is, or would be loaded, quantized: a sync needs full-precision weights."""
-    if isinstance(model, str) and (model[:1] in "./~" or model.count("/") > 1) and not Path(model).is_dir():
+    if isinstance(model, str) and is_local(model) and not Path(model).is_dir():
         way = "give a directory with a config.json, or a name on the Hub such as Qwen/Qwen2.5-0.5B-Instruct"
-        raise FileNotFoundError(f"The model {model} does not exist: {way}.")
+        raise FileNotFoundError(f"The model {model} does not exist: {way}.{home_advice(model)}")
     configs = [each for each in (quantization_config, *loading.values()) if isinstance(each, QuantizationConfigMixin)]
     causes = [type(config).__name__ for config in configs if not vars(config).get("dequantize")]
     if isinstance(model, str) and not configs:

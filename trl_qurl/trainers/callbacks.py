@@ -7,7 +7,8 @@ from typing import Any
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from trl_qurl.quantization.uaq import recorded_scale, scale_model_
-from trl_qurl.trainers.run_log import RUN_LOG, append_row, begin_log
+from trl_qurl.rollout.recovery import raise_everywhere
+from trl_qurl.trainers.run_log import RUN_LOG, append_row, begin_log, end_log
 
 
 class UpdateAwareQuantizationCallback(TrainerCallback):
@@ -103,14 +104,22 @@ class RunLogCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: Any, *, model: PreTrainedModel, **kwargs: Any
     ) -> None:
-        """Start the file in the output directory, with the rows of a checkpoint that training resumes from."""
-        if state.is_world_process_zero:
-            name = getattr(model.config, "_name_or_path", None)
-            settings = {"model": name, **args.to_dict(), "uaq_scale": recorded_scale(model), **self._settings}
-            self._path = Path(args.output_dir or ".") / RUN_LOG
-            begin_log(self._path, settings, state.log_history)
+        """Start the file in the output directory, with the rows of a checkpoint that training resumes from.
+
+        A collective operation. Raises `RuntimeError` in all processes if another run is training there.
+        """
+        name = getattr(model.config, "_name_or_path", None)
+        settings = {"model": name, **args.to_dict(), "uaq_scale": recorded_scale(model), **self._settings}
+        path = Path(args.output_dir or ".") / RUN_LOG
+        raise_everywhere(lambda: begin_log(path, settings, state.log_history) if state.is_world_process_zero else None)
+        self._path = path if state.is_world_process_zero else None
 
     def on_log(self, args: Any, state: TrainerState, control: Any, *, logs: dict[str, float], **kwargs: Any) -> None:
         """Append the row, unless the trainer evaluates without having trained."""
         if self._path is not None:
             append_row(self._path, {"step": state.global_step, **logs})
+
+    def close(self) -> None:
+        """Let other runs use the output directory."""
+        if self._path is not None:
+            end_log(self._path)

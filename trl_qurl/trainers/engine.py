@@ -46,6 +46,7 @@ from trl_qurl.trainers.resuming import (
     load_policy,
     written_whole,
 )
+from trl_qurl.trainers.run_log import check_unused
 from trl_qurl.trainers.saving import write_quantized
 
 TRLTrainer: Any = object  # to mypy, the mixin has all that a trainer has: it allows no `super()` into a protocol
@@ -87,7 +88,7 @@ class QuantizedEngineMixin(TRLTrainer):
     _metrics: dict[str, dict[str, list[float]]]
 
     # TRL sends weights unless this is the current step. Its own value misses weights that change between two steps.
-    _last_loaded_step = property(lambda self: self.vllm_generation.sync.loaded_step(), lambda self, step: None)
+    _last_loaded_step = property(lambda self: self.vllm_generation.loaded_step(), lambda self, step: None)
 
     _smooths_by_loss = True  # whether smoothing learns from all passes of the loss, or a trainer chooses some
 
@@ -100,6 +101,7 @@ class QuantizedEngineMixin(TRLTrainer):
         self._saving = SavingBetweenSteps()
         # Ours go first: rows logged by user callbacks belong in run.jsonl, their time in no step.
         run_log = RunLogCallback({"updates_per_rollout": args.updates_per_rollout, "algorithm": self._algorithm})
+        self._run_log = run_log
         uaq = [UpdateAwareQuantizationCallback(args.uaq_scale)] if applies_uaq(args, arguments) else []
         arguments["callbacks"] = [*uaq, self._step_timer, self._saving, run_log, *(arguments.get("callbacks") or [])]
         # vLLM freezes the garbage collector, so a reference cycle through the trainer would keep its engine.
@@ -116,12 +118,18 @@ class QuantizedEngineMixin(TRLTrainer):
             self._set_trainer(callback)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train as the parent does. `True` resumes from the last checkpoint that is complete."""
+        """Train as the parent does, while no other run may train with this output directory.
+
+        `True` resumes from the last checkpoint that is complete.
+        """
         if resume_from_checkpoint is True:
             resume_from_checkpoint = str(last_complete_checkpoint(self.args.output_dir))
         elif resume_from_checkpoint:
             resume_from_checkpoint = str(check_complete(resume_from_checkpoint))
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        try:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+        finally:
+            self._run_log.close()
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
@@ -157,6 +165,8 @@ class QuantizedEngineMixin(TRLTrainer):
         model = arguments["model"]
         check_full_precision(model, arguments.get("quantization_config"), args.model_init_kwargs or {})
         check_adapter(model, arguments.get("peft_config"))
+        directory = Path(args.output_dir or ".")
+        raise_everywhere(lambda: check_unused(directory) if args.process_index == 0 else None)
 
     def _first_prompts(self) -> list[list[int]]:
         """Return the tokens of a few prompts, to which smoothing is fitted before the engine starts, or none."""

@@ -1,26 +1,43 @@
 """The run log, `run.jsonl` in the output directory: one line of settings, then one line per logged row.
 
-A killed run loses only the line it was writing. `trl_qurl.lab.runs` reads the log.
+A killed run loses only the line it was writing, and a full disk only the rows it has no room for.
+`trl_qurl.lab.runs` reads the log. Its mode is that of the other files in the directory, which users share and publish
+on purpose, so no secret may reach it.
 """
 
+import fcntl
+import functools
 import json
+import logging
+import os
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+logger = logging.getLogger(__name__)
 
 RUN_LOG = "run.jsonl"
+HIDDEN = "<hidden>"
 
-# Text of settings with secret values, also inside JSON text, where quotes are escaped; and passwords in URLs.
-_SECRET = re.compile(
-    r"""((?:token|api_?key|password|passwd|secret|authorization|credentials?)\\*":\s*\\*")[^"\\]+""", re.IGNORECASE
+# The last word of names of secrets: `hub_token`, `x-api-key`, `AWS_SECRET_ACCESS_KEY`, but not `eos_token_id`.
+_NAME = r"(?:token|key|secret|password|passwd|passphrase|auth|authorization|bearer|credential|cookie)s?"
+_SECRET_NAME = re.compile(f"{_NAME}$", re.IGNORECASE)
+# A secret inside a text, after what marks it: `HF_TOKEN=...`, `'api_key': '...'`, `?token=...`, `--api-key ...`,
+# `Authorization: Basic ...`, `Bearer ...`, `https://user:...@host`, or a token of the Hub.
+_SECRET_TEXT = re.compile(
+    rf"""( {_NAME}["']? \s*[=:]\s* ["']? (?:(?:basic|bearer)\s+)? | --[\w-]*{_NAME}\s+ | bearer\s+ ) [^\s"'&,;}}]+
+    | (?<=://) [^/\s"']+ (?=@) | \bhf_[A-Za-z0-9]{{30,}}""",
+    re.IGNORECASE | re.VERBOSE,
 )
-_PASSWORD = re.compile(r'(?<=:)//[^/@\s"]+@')
+
+_locks: dict[Path, int] = {}  # open directories of this process's runs, by path of the log
 
 
 def begin_log(path: Path, settings: dict[str, Any], history: Sequence[dict[str, Any]] = ()) -> None:
-    """Start a run's log: a new run's, or that of a run that resumes.
+    """Start a run's log: a new run's, or that of a run that resumes. No other run may write there until `end_log`.
 
     A new run renames an earlier run's file to the next free `run-1.jsonl`. A resumed run writes its file again with
     the rows of its checkpoint, because the steps after it will be repeated.
@@ -29,28 +46,122 @@ def begin_log(path: Path, settings: dict[str, Any], history: Sequence[dict[str, 
         path: The log file.
         settings: The run's settings. Values that JSON cannot represent become text; secrets are masked.
         history: Rows that the checkpoint holds (`TrainerState.log_history`).
+
+    Raises:
+        RuntimeError: Another run is training with this output directory.
     """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _locks[path] = _lock(path.parent, fcntl.LOCK_EX)
+    try:
+        _write_log(path, settings, history)
+    except OSError:
+        end_log(path)
+        raise
+
+
+def _write_log(path: Path, settings: dict[str, Any], history: Sequence[dict[str, Any]]) -> None:
     if path.exists() and not history:
         backups = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in count(1))
         path.rename(next(backup for backup in backups if not backup.exists()))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    header = _PASSWORD.sub("//<hidden>@", _SECRET.sub(r"\1<hidden>", _line({"settings": settings})))
+    header = {"settings": _masked(_as_data(settings))}
     tmp = path.with_suffix(".tmp")
-    tmp.write_text(header + "".join(map(_line, history)), encoding="utf-8")
+    tmp.write_text("".join(map(_line, [header, *history])), encoding="utf-8")
     tmp.replace(path)
 
 
 def append_row(path: Path, row: dict[str, Any]) -> None:
-    """Append a row to a run's log.
+    """Append a row to a run's log. If it cannot be written, as on a full disk, warn once: the row is lost.
 
     Args:
         path: The log file.
         row: Values by name, including `step`.
     """
-    with open(path, "a", encoding="utf-8") as file:
-        file.write(_line(row))
+    try:
+        with open(path, "rb+") as file:
+            file.seek(_end_of_rows(file))
+            file.truncate()
+            file.write(_line(row).encode())
+    except OSError as error:
+        _warn_of_lost_rows(path, error.strerror)
+
+
+def end_log(path: Path) -> None:
+    """Let other runs use the output directory, if this process began the log."""
+    if path in _locks:
+        os.close(_locks.pop(path))
+
+
+def check_unused(directory: Path) -> None:
+    """Raise `RuntimeError` if another run is training with this output directory."""
+    if directory.is_dir():
+        os.close(_lock(directory, fcntl.LOCK_SH))
+
+
+def _lock(directory: Path, kind: int) -> int:
+    """Lock an output directory and return it, open.
+
+    The system releases the lock when the process ends, however it ends. A lock of the directory itself leaves no file
+    behind, but other machines that mount it do not see the lock.
+    """
+    opened = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(opened, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(opened)
+        raise RuntimeError(
+            f"Another run is training with the output directory {directory}, and both would write to its {RUN_LOG} "
+            "and its checkpoints: set another output_dir, or stop that run first."
+        ) from None
+    except OSError:
+        pass  # a file system without locks
+    return opened
+
+
+def _forget_locks() -> None:
+    """Close a forked process's copies: a worker that outlives its run must not keep the directory locked."""
+    for path in list(_locks):
+        end_log(path)
+
+
+os.register_at_fork(after_in_child=_forget_locks)
+
+
+def _end_of_rows(file: BinaryIO) -> int:
+    """Return where the last complete line ends; what follows is left of a row that could not be written."""
+    file.seek(-1, os.SEEK_END)
+    if file.read() == b"\n":
+        return file.tell()
+    file.seek(0)
+    return file.read().rfind(b"\n") + 1
+
+
+@functools.cache
+def _warn_of_lost_rows(path: Path, reason: str) -> None:
+    advice = "Training goes on, and rows are logged again once they can be; free space, or check the permissions."
+    logger.warning("Rows are missing from %s, which cannot be written (%s). %s", path, reason, advice)
 
 
 def _line(content: dict[str, Any]) -> str:
-    """Return a line of JSON, with `null` for numbers that JSON cannot represent, such as NaN."""
-    return json.dumps(json.loads(json.dumps(content, default=str), parse_constant=lambda name: None)) + "\n"
+    return json.dumps(_as_data(content)) + "\n"
+
+
+def _as_data(content: dict[str, Any]) -> dict[str, Any]:
+    """Return what JSON can represent, with `None` for numbers that it cannot, such as NaN."""
+    return json.loads(json.dumps(content, default=str), parse_constant=lambda name: None)
+
+
+def _masked(value: Any, is_secret: bool = False) -> Any:
+    """Return settings without secrets: texts whose name is that of a secret, and secrets inside other texts."""
+    if isinstance(value, dict):
+        return {name: _masked(part, is_secret or bool(_SECRET_NAME.search(name))) for name, part in value.items()}
+    if isinstance(value, list):
+        options = [str(item).startswith("--") and bool(_SECRET_NAME.search(str(item))) for item in ["", *value]]
+        return [_masked(item, is_secret or option) for item, option in zip(value, options, strict=False)]
+    if not isinstance(value, str):
+        return value
+    if is_secret:
+        return HIDDEN
+    if value.startswith(("{", "[")):
+        with suppress(ValueError):  # a setting written as JSON
+            return json.dumps(_masked(json.loads(value)))
+    return _SECRET_TEXT.sub(lambda found: (found[1] or "") + HIDDEN, value)

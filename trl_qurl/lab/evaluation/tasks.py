@@ -10,6 +10,7 @@ from typing import Any
 
 from trl_qurl.lab.data import SUFFIXES, load_questions
 from trl_qurl.lab.grading import accuracy_reward
+from trl_qurl.paths import is_local
 
 SOURCES = {
     "gsm8k": "openai/gsm8k:main",
@@ -59,7 +60,8 @@ def parse_task(spec: str) -> tuple[str, str, str | None, str]:
         name, source = spec.split(":")[0].split("/")[-1].split(".")[0], spec
     if not name or not source:
         raise ValueError(f"The task {spec!r} is not of the form name=source: {ALLOWED}.")
-    if source.lower().removesuffix(".gz").endswith(SUFFIXES) or source.startswith((".", "/", "~")):
+    is_file = source.lower().removesuffix(".gz").endswith(SUFFIXES) or is_local(source)
+    if is_file and source not in SOURCES:
         return name, source, None, ""
     path, *parts = SOURCES.get(source, source).split(":")
     if "/" not in path or len(parts) > 2:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trl_qurl.paths import home_advice
+
 BUILT_IN = (
     "Natalia sold 48 clips in April and half as many in May. How many did she sell altogether?",
     "A train leaves at 9:40 and arrives at 13:25. How long does the journey take?",
@@ -54,9 +56,10 @@ def load_prompts(source: str | None, limit: int) -> list[Any]:
         from trl_qurl.lab.evaluation.tasks import load_task
 
         return load_task(source, limit, needs_answers=False).prompts
-    path = Path(source).expanduser()
+    path = Path(source)
     if not path.is_file():
-        raise FileNotFoundError(f"The file {source} does not exist: give a text file with one prompt per line.")
+        way = f"give a text file with one prompt per line.{home_advice(source)}"
+        raise FileNotFoundError(f"The file {source} does not exist: {way}")
     lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     if not lines:
         raise ValueError(f"{source} contains no prompts: write one per line.")

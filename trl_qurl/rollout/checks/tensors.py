@@ -18,6 +18,9 @@ from trl_qurl.quantization.checkpoint_form import NamedTensors
 from trl_qurl.rollout.errors import SyncError
 from trl_qurl.rollout.wire import NOT_RECEIVED
 
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
+WORD = 8  # bytes
+PIECE = 2**20  # elements that are widened to words at a time
 WORDS = 2**16  # of 64 bits that a CPU adds up at a time, and a GPU 32 times as many: they stay in the cache
 
 
@@ -52,6 +55,34 @@ def require_finite(names: list[str]) -> None:
 def tensor_digest(tensor: torch.Tensor) -> str:
     """Return a digest of a tensor's dtype, shape, and bytes, the same on every device and in every process."""
     return _read([_digest(tensor)])[0]
+
+
+def bit_sum(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sum of a tensor's bits, read as integers, modulo 2^64: a scalar on its device, without a copy.
+
+    It costs a seventh of a digest and is as exact: one changed bit changes it. But it does not see the order, and two
+    changes may cancel.
+    """
+    integers = as_integers(tensor)
+    by_stride = sorted(range(integers.dim()), key=integers.stride, reverse=True)
+    integers = integers.permute(by_stride)  # a transposed matrix is contiguous in the other order
+    if not integers.is_contiguous():
+        rows = max(1, PIECE // integers[0].numel())
+        return torch.stack([part.sum(dtype=torch.int64) for part in integers.split(rows)]).sum()
+    # Whole words in the middle, which need no widening, and single elements before and after them.
+    flat = integers.view(-1)
+    per_word = WORD // integers.itemsize
+    start = -flat.storage_offset() % per_word
+    end = start + (len(flat) - start) // per_word * per_word
+    if end <= start:
+        return flat.sum(dtype=torch.int64)
+    words = flat[start:end].view(torch.int64)
+    return words.sum() + flat[:start].sum(dtype=torch.int64) + flat[end:].sum(dtype=torch.int64)
+
+
+def as_integers(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's elements as signed integers with the same bits, without a copy."""
+    return tensor.detach().view(INTEGERS[tensor.itemsize])
 
 
 def _digest(tensor: torch.Tensor) -> torch.Tensor:
@@ -121,7 +152,9 @@ class MeteredStream:
                 self.digest_s += time.perf_counter() - started
             yield name, tensor
         if self.digests is not None and digests:
+            started = time.perf_counter()
             self.digests |= zip(digests, _read(list(digests.values())), strict=True)
+            self.digest_s += time.perf_counter() - started
 
 
 def compare_digests(sent: Mapping[str, str], received: Mapping[str, str]) -> None:

@@ -20,6 +20,7 @@ AHEAD_OF_TIME_VARIABLE = "VLLM_USE_AOT_COMPILE"  # vLLM's
 # vLLM's model classes that run transformers' code, and their module.
 BACKENDS = [f"Transformers{variant}ForCausalLM" for variant in ("", "MoE", "MultiModal", "MultiModalMoE")]
 BACKEND_MODULE = "vllm.model_executor.models.transformers"
+EXPERTS = r"re:.*\.experts\."  # pattern of all experts, for `quantization_ignore`
 ROUTED_BY_SOFTMAX = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")  # `model_type`; read in vLLM's code
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 ENGINE_BYTES = 2**30  # memory that an engine process needs in addition to weights, keys, and values
@@ -83,6 +84,13 @@ def check_cpu_build(
         raise ValueError(f"{obstacle}, or use a GPU.")
 
 
+def expert_obstacle(config: Any, schemes: Mapping[str, QuantizationScheme]) -> str | None:
+    """Return why an engine on this machine cannot run quantized experts, if there are any and it cannot."""
+    from vllm.platforms import current_platform
+
+    return _expert_obstacle(config, schemes) if current_platform.is_cpu() else None
+
+
 def saturates() -> bool:
     """Return whether vLLM's INT8 kernels add products in 16 bits, which saturate: on x86 CPUs without VNNI."""
     cpu = torch.cpu.get_capabilities()
@@ -116,16 +124,25 @@ def _cpu_obstacles(config: Any, schemes: Mapping[str, QuantizationScheme], argum
             yield f"{kernels} need dtype='bfloat16', not {dtype!r}: set it in vllm_engine_kwargs (or --dtype)"
         if (names := arguments.get("architectures", config.architectures)) and transformers_backend(names, arguments):
             yield f"{kernels} cannot run its transformers backend: set rollout_quantization=None (--scheme none)"
+    if obstacle := _expert_obstacle(config, schemes):
+        way_out = f"add {EXPERTS!r} to quantization_ignore (or --ignore), which leaves experts in 16 bits"
+        yield f"{obstacle}: {way_out}"
+
+
+def _expert_obstacle(config: Any, schemes: Mapping[str, QuantizationScheme]) -> str | None:
+    """Return why vLLM's CPU build cannot run quantized experts of this model, if there are any."""
     experts = expert_layers(schemes)
+    if not experts:
+        return None
+    text, has_amx = config.get_text_config(), bool(torch.cpu.get_capabilities().get("amx_tile"))
     inner = getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", 0)
     needs = {
         "on CPUs with AMX, which this CPU lacks": has_amx,
         f"of {', '.join(ROUTED_BY_SOFTMAX)}, not of {text.model_type}": text.model_type in ROUTED_BY_SOFTMAX,
         f"with multiples of 32 as sizes, not {text.hidden_size} and {inner}": (text.hidden_size | inner) % 32 == 0,
     }
-    way_out = "add 're:.*\\.experts\\.' to quantization_ignore (or --ignore), which leaves experts in 16 bits"
-    for need in [need for need, is_met in needs.items() if not is_met and experts]:
-        yield f"vLLM's CPU build runs {schemes[experts[0]].label} experts only {need}: {way_out}"
+    need = next((need for need, is_met in needs.items() if not is_met), None)
+    return need and f"vLLM's CPU build runs {schemes[experts[0]].label} experts only {need}"
 
 
 def transformers_backend(architectures: Collection[str], arguments: Mapping[str, Any]) -> dict[str, type]:

@@ -5,6 +5,7 @@ nor its imports need TRL, so the engine may run in an environment without it. vL
 and `cpu` add fixes.
 """
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,7 @@ class RolloutWorker:
     update_weights: Callable[[dict[str, list]], None]
     finish_weight_update: Callable[[], None]
     rollout_digests: dict[str, str]  # of the latest load; empty if none were requested
+    rollout_digest_s: float  # seconds that these took
     loaded_version = FRESH
     rollout_load_failed = False
     _metered_model: "MeteredModel | None" = None
@@ -69,6 +71,7 @@ class RolloutWorker:
             raise RuntimeError("The server was restarted: NCCL is not open.")  # it is, before the retry
         self.rollout_load_failed = True
         self.rollout_digests = {}
+        self.rollout_digest_s = 0.0
         digests = self.rollout_digests if request.digest else None
         model = self.get_model()
         with watched_reload(model):
@@ -77,24 +80,32 @@ class RolloutWorker:
                     self._receive(request.metadata, digests)
                 else:
                     source = read_tensors(Path(weights_path)) if weights_path is not None else weights_iterator or ()
-                    self.reload_weights(weights_iterator=MeteredStream(source, digests))
+                    stream = MeteredStream(source, digests)
+                    self.reload_weights(weights_iterator=stream)
+                    self.rollout_digest_s = stream.digest_s
             self.rollout_load_failed = False  # vLLM can reload even if a layer is incomplete
         self._begin_version(request)
 
-    def compare_rollout_digests(self, sent: dict[str, str]) -> None:
-        """Raise `SyncError` if the latest load, with digests, received anything but the weights that were sent."""
+    def compare_rollout_digests(self, sent: dict[str, str]) -> float:
+        """Raise `SyncError` if the latest load, with digests, received anything but the weights that were sent.
+
+        Returns the seconds that its digests took.
+        """
         compare_digests(sent, self.rollout_digests)
+        return self.rollout_digest_s
 
     def accept_rollout_adapter(self, update: Mapping[str, Any], path: str) -> None:
         """Record the version and digests of the adapter that vLLM has just loaded; `SyncError` if it holds another."""
         manager = self.model_runner.lora_manager._adapter_manager
         dtype = self.vllm_config.lora_config.lora_dtype
         tensors = dict(read_tensors(Path(path)))
+        started = time.perf_counter()
         digests = sorted(tensor_digest(tensor.to(dtype)) for tensor in tensors.values())
         if digests not in [_loaded_digests(adapter) for adapter in manager.list_adapters().values()]:
             reason = f"it uses a different adapter than the one in {path}"
             raise SyncError(f"{NOT_RECEIVED}: {reason}. Resume from the last checkpoint.")
         self.rollout_digests = {name: tensor_digest(tensor) for name, tensor in tensors.items()}
+        self.rollout_digest_s = time.perf_counter() - started
         self._begin_version(WeightUpdate(**update))
 
     def digest_rollout_base(self) -> dict[str, str]:
@@ -131,11 +142,13 @@ class RolloutWorker:
         engine = self.weight_transfer_engine
         self._metered_model = self._metered_model or MeteredModel(engine.model)
         self._metered_model.digests = digests
+        self._metered_model.digest_s = 0.0
         engine.set_weight_update_target(self._metered_model, engine.model_config)
         names, dtypes, shapes = map(list, zip(*metadata, strict=True))
         self.update_weights({"names": names, "dtype_names": dtypes, "shapes": shapes})
         engine.reset_weight_update_target()
         self.finish_weight_update()
+        self.rollout_digest_s = self._metered_model.digest_s
 
     def describe_config(self) -> dict[str, Any]:
         """Return vLLM's configuration as `/server_info` does."""
@@ -165,10 +178,13 @@ class MeteredModel:
 
     model: Any
     digests: dict[str, str] | None = None
+    digest_s: float = 0.0  # seconds spent on them
 
     def load_weights(self, weights: NamedTensors) -> None:
         """Load tensors into the model; the engine calls nothing else."""
-        self.model.load_weights(MeteredStream(weights, self.digests))
+        stream = MeteredStream(weights, self.digests)
+        self.model.load_weights(stream)
+        self.digest_s += stream.digest_s
 
 
 def _loaded_digests(adapter: Any) -> list[str]:
