@@ -18,7 +18,7 @@ from tiny_vision import tiny_vision_model
 from trl_qurl import cli
 from trl_qurl.quantization.checkpoint import CheckpointWriter
 from trl_qurl.quantization.storage import CACHE_VARIABLE
-from trl_qurl.rollout.engine import hardware, http, launch
+from trl_qurl.rollout.engine import guard, hardware, http, launch
 from trl_qurl.rollout.wire import WORKER_EXTENSION
 
 
@@ -237,7 +237,7 @@ def test_a_server_of_adapters_may_load_new_ones(option, monkeypatch, capsys):
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
 def test_no_server_starts_without_a_key(host, model, monkeypatch, capsys):
     monkeypatch.setattr("os.execve", lambda *arguments: pytest.fail("it was started"))
-    for unset in (lambda: monkeypatch.delenv(http.API_KEY_VARIABLE), lambda: monkeypatch.setenv("VLLM_API_KEY", "")):
+    for unset in (lambda: monkeypatch.delenv(guard.API_KEY_VARIABLE), lambda: monkeypatch.setenv("VLLM_API_KEY", "")):
         unset()
         assert cli.main(["serve", str(model), "--host", host]) == 2
         said = capsys.readouterr()
@@ -248,9 +248,9 @@ def test_no_server_starts_without_a_key(host, model, monkeypatch, capsys):
 def test_the_key_is_neither_printed_nor_in_the_command(model, capfd, monkeypatch):
     started = {}
     monkeypatch.setattr("os.execve", lambda program, words, environment: started.update(words=words, env=environment))
-    monkeypatch.setenv(http.API_KEY_VARIABLE, "a-secret")
+    monkeypatch.setenv(guard.API_KEY_VARIABLE, "a-secret")
     cli.main(["serve", str(model), "--scheme", "none"])
-    assert started["env"][http.API_KEY_VARIABLE] == "a-secret" and str(model) in started["words"]
+    assert started["env"][guard.API_KEY_VARIABLE] == "a-secret" and str(model) in started["words"]
     assert started["env"]["VLLM_SERVER_DEV_MODE"] == "1" and "--disable-uvicorn-access-log" in started["words"]
     assert started["env"]["PYTHONWARNINGS"].startswith("ignore:resource_tracker:UserWarning,"), "leaked semaphores"
     assert "a-secret" not in " ".join([*started["words"], *capfd.readouterr()])
@@ -260,9 +260,9 @@ def test_a_trainer_sends_the_key_that_is_set(monkeypatch):
     def authorization():
         return http.add_key(requests.Request("GET", "http://node7").prepare()).headers.get("Authorization")
 
-    monkeypatch.setenv(http.API_KEY_VARIABLE, "set")
+    monkeypatch.setenv(guard.API_KEY_VARIABLE, "set")
     assert authorization() == "Bearer set"
-    monkeypatch.delenv(http.API_KEY_VARIABLE)
+    monkeypatch.delenv(guard.API_KEY_VARIABLE)
     assert authorization() is None
 
 
@@ -271,7 +271,7 @@ def test_a_trainer_sends_the_key_that_is_set(monkeypatch):
     [None, "", "right", "Basic right", "Bearer", "Bearer ", "Bearer wrong", "Bearer right ", "Bearer righ\xe9"],
 )
 def test_what_is_not_the_key_opens_nothing(header, monkeypatch):
-    monkeypatch.setenv(http.API_KEY_VARIABLE, "right")
+    monkeypatch.setenv(guard.API_KEY_VARIABLE, "right")
     headers = [] if header is None else [(b"authorization", header.encode())]
 
     def answers(kind="http", path="/collective_rpc", headers=headers):
@@ -283,7 +283,7 @@ def test_what_is_not_the_key_opens_nothing(header, monkeypatch):
 
         sent = []
         scope = {"type": kind, "path": path, "method": "POST", "headers": headers}
-        asyncio.run(http.KeyGuard(app)(scope, None, send))
+        asyncio.run(guard.KeyGuard(app)(scope, None, send))
         return sent
 
     assert answers() == answers(path="/health/") == answers(path="/v1/models") == [401, None]
@@ -303,7 +303,7 @@ def test_a_process_without_our_modules_loads_what_a_server_loads_by_name(warm_py
 @pytest.mark.vllm
 @pytest.mark.xdist_group("server")
 def test_every_path_of_a_server_needs_the_key(int8_server):
-    key = os.environ[http.API_KEY_VARIABLE]
+    key = os.environ[guard.API_KEY_VARIABLE]
     routes = requests.get(f"{int8_server.url}/openapi.json", auth=http.add_key, timeout=30).json()["paths"]
     assert {"/collective_rpc", "/reset_prefix_cache", "/server_info", "/v1/completions"} <= set(routes)
     pairs = [(method, path) for path, methods in routes.items() for method in methods]
