@@ -293,6 +293,62 @@ def test_what_is_not_the_key_opens_nothing(header, monkeypatch):
     assert answers(headers=right) == answers("websocket", headers=right) == ["passed"]
 
 
+# An engine that dies ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_a_request_ends_with_its_engine(has_begun):
+    """As one to the workers, whose answer vLLM would await forever."""
+    engine = SimpleNamespace(errored=False)
+    ended = []
+
+    async def app(scope, receive, send):
+        if has_begun:
+            await send({"type": "http.response.start", "status": 200})
+        engine.errored = True
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("app")
+
+    sent = answers_of_watch(app, engine)
+    assert ended == ["app"]
+    assert [message.get("status") for message in sent] == ([200] if has_begun else [500, None])
+
+
+def test_what_vllm_says_of_a_dead_engine_comes_first():
+    async def app(scope, receive, send):
+        await asyncio.sleep(0.1)
+        await send("EngineDeadError")
+
+    assert answers_of_watch(app, SimpleNamespace(errored=True)) == ["EngineDeadError"]
+
+
+def test_an_engine_may_take_its_time_and_errors_are_passed_on():
+    async def app(scope, receive, send):
+        await asyncio.sleep(3 * guard.WATCH_SECONDS)
+        raise ConnectionError("of the app")
+
+    with pytest.raises(ConnectionError, match="of the app"):
+        answers_of_watch(app, SimpleNamespace(errored=False))
+
+
+def answers_of_watch(app, engine):
+    async def send(message):
+        sent.append(message)
+
+    sent = []
+    scope = {"type": "http", "app": SimpleNamespace(state=SimpleNamespace(engine_client=engine))}
+    asyncio.run(asyncio.wait_for(guard.EngineWatch(app)(scope, None, send), 20))
+    return sent
+
+
+def test_the_watch_is_behind_the_key(cpu):
+    command = launch.server_command(str(cpu), "127.0.0.1", 8000, [])
+    added = [command[index + 1] for index, word in enumerate(command) if word == "--middleware"]
+    assert added == [guard.ENGINE_WATCH, guard.KEY_GUARD], "vLLM puts the last one first"
+
+
 @pytest.mark.vllm
 def test_a_process_without_our_modules_loads_what_a_server_loads_by_name(warm_python):
     """First of all that is ours, as in vLLM's workers; the servers of these tests have imported everything before."""
