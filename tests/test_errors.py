@@ -356,7 +356,7 @@ def answering(config, workers=None, statuses=None, asked=None, silent=None, star
     released = threading.Event()
     known = {"/health": {}, "/v1/models": {"data": [{"id": "model"}]}, "/version": {"version": "0.31.0"}}
     known |= {"/server_info": config and {"vllm_config": config}, "/collective_rpc": {"results": [workers]}}
-    known |= {"/reset_prefix_cache": "", "/reset_encoder_cache": ""}  # vLLM answers with an empty body
+    known |= {"/reset_prefix_cache": {"success": True}, "/reset_encoder_cache": ""}  # an empty body, as vLLM's
     known |= answers or {}
 
     class Handler(JSONHandler):

@@ -181,17 +181,24 @@ def test_restarts_with_old_weights(deployment, undisturbed):
     assert ["sync/probe_distance" in row for row in rows] == [False, False, True, False]
 
 
-@pytest.mark.parametrize("method", ["generate", "load_checkpoint"])
-def test_dies(deployment, undisturbed, method, caplog):
+@pytest.mark.parametrize(
+    ("method", "lose", "says"),
+    [
+        ("generate", "lose", "is gone"),
+        ("load_checkpoint", "lose", "is gone"),
+        ("load_checkpoint", "lose_engine", "The engine has died"),
+    ],
+)
+def test_dies(deployment, undisturbed, method, lose, says, caplog):
     deployment.up()
     trainer = deployment.trainer()
     client = trainer.vllm_generation.vllm_client
-    trainer.add_callback(at_step(2, lambda: interrupt(client, method, deployment.lose)))
+    trainer.add_callback(at_step(2, lambda: interrupt(client, method, getattr(deployment, lose))))
     trainer.train()
     assert recoveries(trainer) == 1
     assert history(trainer) == undisturbed
     said = [record.getMessage() for record in caplog.records if "Recovery 1 of at most 3" in record.getMessage()]
-    assert len(said) == 1 and f"server at {deployment.server.url} is gone" in said[0]
+    assert len(said) == 1 and f"server at {deployment.server.url} " in said[0] and says in said[0]
 
 
 def test_two_processes_recover_together(deployment, train, tmp_path):

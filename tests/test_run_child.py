@@ -63,13 +63,31 @@ def test_an_interrupt_ends_the_command_and_what_it_started(tmp_path):
     assert alone_after(groups[0], 10)  # the system takes a moment to end what was killed
 
 
-def test_a_kernel_that_is_killed_takes_the_command_along(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_command_and_what_it_started(number, tmp_path):
+    """As `trl-qurl doctor` in the middle of a trial, which has started a server."""
+    log = tmp_path / "log"
+    parent = run_child_in_a_process([sys.executable, "-c", SLEEPER], log)
+    while not (log.exists() and log.read_text().strip()):
+        time.sleep(0.05)
+    group = int(log.read_text())
+    assert len(group_members(group)) == 2
+    parent.send_signal(number)
+    assert parent.wait(30) == 128 + number
+    assert alone_after(group, 10)
+
+
+def run_child_in_a_process(command, log):
     code = f"""
 from pathlib import Path
 from trl_qurl.lab.processes import run_child
-run_child(["sleep", "600"], Path({str(tmp_path / "log")!r}), print, every=600)
+run_child({command!r}, Path({str(log)!r}), print, every=600)
 """
-    kernel = subprocess.Popen([sys.executable, "-c", code])
+    return subprocess.Popen([sys.executable, "-c", code])
+
+
+def test_a_kernel_that_is_killed_takes_the_command_along(tmp_path):
+    kernel = run_child_in_a_process(["sleep", "600"], tmp_path / "log")
     deadline = time.monotonic() + 30
     children: list[str] = []
     while time.monotonic() < deadline:

@@ -18,7 +18,7 @@ from tiny_vision import tiny_vision_model
 from trl_qurl import cli
 from trl_qurl.quantization.checkpoint import CheckpointWriter
 from trl_qurl.quantization.storage import CACHE_VARIABLE
-from trl_qurl.rollout.engine import hardware, http, launch
+from trl_qurl.rollout.engine import guard, hardware, http, launch
 from trl_qurl.rollout.wire import WORKER_EXTENSION
 
 
@@ -237,7 +237,7 @@ def test_a_server_of_adapters_may_load_new_ones(option, monkeypatch, capsys):
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
 def test_no_server_starts_without_a_key(host, model, monkeypatch, capsys):
     monkeypatch.setattr("os.execve", lambda *arguments: pytest.fail("it was started"))
-    for unset in (lambda: monkeypatch.delenv(http.API_KEY_VARIABLE), lambda: monkeypatch.setenv("VLLM_API_KEY", "")):
+    for unset in (lambda: monkeypatch.delenv(guard.API_KEY_VARIABLE), lambda: monkeypatch.setenv("VLLM_API_KEY", "")):
         unset()
         assert cli.main(["serve", str(model), "--host", host]) == 2
         said = capsys.readouterr()
@@ -248,9 +248,9 @@ def test_no_server_starts_without_a_key(host, model, monkeypatch, capsys):
 def test_the_key_is_neither_printed_nor_in_the_command(model, capfd, monkeypatch):
     started = {}
     monkeypatch.setattr("os.execve", lambda program, words, environment: started.update(words=words, env=environment))
-    monkeypatch.setenv(http.API_KEY_VARIABLE, "a-secret")
+    monkeypatch.setenv(guard.API_KEY_VARIABLE, "a-secret")
     cli.main(["serve", str(model), "--scheme", "none"])
-    assert started["env"][http.API_KEY_VARIABLE] == "a-secret" and str(model) in started["words"]
+    assert started["env"][guard.API_KEY_VARIABLE] == "a-secret" and str(model) in started["words"]
     assert started["env"]["VLLM_SERVER_DEV_MODE"] == "1" and "--disable-uvicorn-access-log" in started["words"]
     assert started["env"]["PYTHONWARNINGS"].startswith("ignore:resource_tracker:UserWarning,"), "leaked semaphores"
     assert "a-secret" not in " ".join([*started["words"], *capfd.readouterr()])
@@ -260,9 +260,9 @@ def test_a_trainer_sends_the_key_that_is_set(monkeypatch):
     def authorization():
         return http.add_key(requests.Request("GET", "http://node7").prepare()).headers.get("Authorization")
 
-    monkeypatch.setenv(http.API_KEY_VARIABLE, "set")
+    monkeypatch.setenv(guard.API_KEY_VARIABLE, "set")
     assert authorization() == "Bearer set"
-    monkeypatch.delenv(http.API_KEY_VARIABLE)
+    monkeypatch.delenv(guard.API_KEY_VARIABLE)
     assert authorization() is None
 
 
@@ -271,7 +271,7 @@ def test_a_trainer_sends_the_key_that_is_set(monkeypatch):
     [None, "", "right", "Basic right", "Bearer", "Bearer ", "Bearer wrong", "Bearer right ", "Bearer righ\xe9"],
 )
 def test_what_is_not_the_key_opens_nothing(header, monkeypatch):
-    monkeypatch.setenv(http.API_KEY_VARIABLE, "right")
+    monkeypatch.setenv(guard.API_KEY_VARIABLE, "right")
     headers = [] if header is None else [(b"authorization", header.encode())]
 
     def answers(kind="http", path="/collective_rpc", headers=headers):
@@ -283,7 +283,7 @@ def test_what_is_not_the_key_opens_nothing(header, monkeypatch):
 
         sent = []
         scope = {"type": kind, "path": path, "method": "POST", "headers": headers}
-        asyncio.run(http.KeyGuard(app)(scope, None, send))
+        asyncio.run(guard.KeyGuard(app)(scope, None, send))
         return sent
 
     assert answers() == answers(path="/health/") == answers(path="/v1/models") == [401, None]
@@ -291,6 +291,62 @@ def test_what_is_not_the_key_opens_nothing(header, monkeypatch):
     assert answers(path="/health") == ["passed"]
     right = [(b"authorization", b"Bearer right")]
     assert answers(headers=right) == answers("websocket", headers=right) == ["passed"]
+
+
+# An engine that dies ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_a_request_ends_with_its_engine(has_begun):
+    """As one to the workers, whose answer vLLM would await forever."""
+    engine = SimpleNamespace(errored=False)
+    ended = []
+
+    async def app(scope, receive, send):
+        if has_begun:
+            await send({"type": "http.response.start", "status": 200})
+        engine.errored = True
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("app")
+
+    sent = answers_of_watch(app, engine)
+    assert ended == ["app"]
+    assert [message.get("status") for message in sent] == ([200] if has_begun else [500, None])
+
+
+def test_what_vllm_says_of_a_dead_engine_comes_first():
+    async def app(scope, receive, send):
+        await asyncio.sleep(0.1)
+        await send("EngineDeadError")
+
+    assert answers_of_watch(app, SimpleNamespace(errored=True)) == ["EngineDeadError"]
+
+
+def test_an_engine_may_take_its_time_and_errors_are_passed_on():
+    async def app(scope, receive, send):
+        await asyncio.sleep(3 * guard.WATCH_SECONDS)
+        raise ConnectionError("of the app")
+
+    with pytest.raises(ConnectionError, match="of the app"):
+        answers_of_watch(app, SimpleNamespace(errored=False))
+
+
+def answers_of_watch(app, engine):
+    async def send(message):
+        sent.append(message)
+
+    sent = []
+    scope = {"type": "http", "app": SimpleNamespace(state=SimpleNamespace(engine_client=engine))}
+    asyncio.run(asyncio.wait_for(guard.EngineWatch(app)(scope, None, send), 20))
+    return sent
+
+
+def test_the_watch_is_behind_the_key(cpu):
+    command = launch.server_command(str(cpu), "127.0.0.1", 8000, [])
+    added = [command[index + 1] for index, word in enumerate(command) if word == "--middleware"]
+    assert added == [guard.ENGINE_WATCH, guard.KEY_GUARD], "vLLM puts the last one first"
 
 
 @pytest.mark.vllm
@@ -303,7 +359,7 @@ def test_a_process_without_our_modules_loads_what_a_server_loads_by_name(warm_py
 @pytest.mark.vllm
 @pytest.mark.xdist_group("server")
 def test_every_path_of_a_server_needs_the_key(int8_server):
-    key = os.environ[http.API_KEY_VARIABLE]
+    key = os.environ[guard.API_KEY_VARIABLE]
     routes = requests.get(f"{int8_server.url}/openapi.json", auth=http.add_key, timeout=30).json()["paths"]
     assert {"/collective_rpc", "/reset_prefix_cache", "/server_info", "/v1/completions"} <= set(routes)
     pairs = [(method, path) for path, methods in routes.items() for method in methods]

@@ -1,15 +1,19 @@
 """Checkpoint directories are complete or absent."""
 
 import json
+import multiprocessing
 import os
+import signal
 import stat
+import time
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from support.disks import mounted
 
-from trl_qurl.quantization.storage import new_directory, write_tensors
+from trl_qurl.quantization import storage
+from trl_qurl.quantization.storage import cached, new_directory, write_tensors
 
 
 def test_a_directory_appears_or_is_replaced_only_when_complete(tmp_path):
@@ -65,8 +69,92 @@ def test_a_parent_that_is_a_file_is_one_clear_error(tmp_path):
 
 
 def test_a_full_disk_is_one_clear_error_and_leaves_nothing(tmp_path):
-    message = "No space left on device.*rollout_checkpoint_dir"
+    message = "No space left on device.*rollout_checkpoint_dir.*TRL_QURL_CACHE"
     with mounted(tmp_path / "small", "size=64k") as disk:  # less than one tensor
         with pytest.raises(OSError, match=message), new_directory(disk / "out") as draft:
             write_tensors([("t", torch.ones(10**6))], draft)
         assert not list(disk.iterdir())
+
+
+# Processes that end --------------------------------------------------------------------------------------------------
+
+
+def write_for_a_minute(path):
+    with new_directory(path) as draft:
+        (draft / "half").write_text("half")
+        time.sleep(60)
+
+
+def writing(path):
+    """A process that writes a directory, once it has begun."""
+    process = multiprocessing.get_context("fork").Process(target=write_for_a_minute, args=[path])
+    process.start()
+    deadline = time.monotonic() + 30
+    while not list(path.parent.glob(".*/half")):
+        assert process.is_alive() and time.monotonic() < deadline
+        time.sleep(0.01)
+    return process
+
+
+def end(process, number):
+    os.kill(process.pid, number)
+    process.join(30)
+    assert process.exitcode is not None
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_process_that_is_asked_to_end_leaves_nothing(number, tmp_path):
+    end(writing(tmp_path / "final"), number)
+    assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["final", "final[1]"])
+def test_what_a_killed_process_left_goes_with_the_next_start(name, tmp_path):
+    process = writing(tmp_path / name)
+    for next_name in (name, "another"):
+        cached(tmp_path / next_name, make_empty)
+    assert len(list(tmp_path.glob(".*/half"))) == 1, "it was taken from a process that still writes"
+    end(process, signal.SIGKILL)
+    cached(tmp_path / "another", make_empty)  # exists
+    assert {path for path in os.listdir(tmp_path) if not path.endswith(".lock")} == {name, "another"}
+    end(writing(tmp_path / name), signal.SIGKILL)
+    make_empty(tmp_path / name)
+    assert not list(tmp_path.glob(".*"))
+
+
+def make_empty(path):
+    with new_directory(path):
+        pass
+
+
+def test_an_old_directory_comes_back_if_it_cannot_be_replaced(tmp_path, monkeypatch):
+    with new_directory(tmp_path / "final") as draft:
+        (draft / "old").touch()
+    replace = os.replace
+
+    def fail(source, target):
+        if target == tmp_path / "final" and not source.name.endswith("-replaced"):
+            raise OSError("no room")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="no room"), new_directory(tmp_path / "final"):
+        pass
+    assert os.listdir(tmp_path) == ["final"] and os.listdir(tmp_path / "final") == ["old"]
+
+
+def test_a_process_that_was_killed_between_two_renames(tmp_path):
+    left = tmp_path / f".final-{storage._boot()}-01234567-replaced"
+    left.mkdir()
+    (left / "old").touch()
+    storage.remove_abandoned(tmp_path)
+    assert os.listdir(tmp_path) == ["final"] and os.listdir(tmp_path / "final") == ["old"]
+    left.mkdir()
+    storage.remove_abandoned(tmp_path)
+    assert os.listdir(tmp_path) == ["final"] and os.listdir(tmp_path / "final") == ["old"]
+
+
+def test_a_cache_that_cannot_be_written_names_its_variable(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match=f"{tmp_path}/file cannot be written.*{storage.CACHE_VARIABLE}"):
+        cached(tmp_path / "file" / "model", lambda path: None)

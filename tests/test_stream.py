@@ -7,6 +7,7 @@ them, two threads hand tensors over in memory instead of two GPUs.
 import functools
 import json
 import queue
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -392,6 +393,19 @@ def test_a_stream_is_opened_again_when_its_server_has_come_back(lost, rendezvous
         client.compare_digests(sent.digests)
         assert worker.loaded_version == client.version() == version
     assert client.requests.count("/init_weight_transfer_engine") == 3
+
+
+def test_a_stream_waits_until_its_old_port_is_free(rendezvous):
+    client, start = rendezvous
+    model = tiny_model()
+    start()
+    client.open_stream(CUDA)
+    client.close_communicator()
+    late = socket.create_server((get_ip(), client.group_port))  # what is left of the group that was lost
+    threading.Timer(1.0, late.close).start()
+    client.reconnect(5.0)
+    client.load_stream(stream(model, INT8), WeightUpdate("v1", False, announced(model, INT8)))
+    assert client.version() == "v1"
 
 
 def killed(client, tensor, src):

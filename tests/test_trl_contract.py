@@ -82,6 +82,7 @@ trl.generation.vllm_client
     VLLMClient.check_server(total_timeout retry_interval): ServedEngine waits instead
     VLLMClient.init_communicator(device): ServedEngine opens NCCL with it, or skips it
     VLLMClient.close_communicator(): ServedEngine frees the port of its rendezvous with it
+    VLLMClient.image_features(images): ServedEngine turns its errors into faults of the server
     VLLMClient._post(url): ServedEngine overrides it to bound every request in time
     VLLMClient._get(url): ServedEngine overrides it to bound every request in time
 transformers.trainer
@@ -120,6 +121,8 @@ vllm.entrypoints.llm
     LLM.wake_up(tags): QuantizedVLLMGeneration wakes the weights before loading
 vllm.entrypoints.openai.models.serving
     OpenAIServingModels.load_lora_adapter(request): engine/served.py replaces an adapter with it
+vllm.v1.engine.async_llm
+    AsyncLLM.errored(): rollout/engine/guard.py ends requests by it
 vllm.v1.engine.detokenizer
     IncrementalDetokenizer.num_output_tokens(): lab/live.py counts an answer's tokens with it
 vllm.v1.engine.llm_engine
@@ -355,6 +358,19 @@ vllm.entrypoints.serve.dev.rpc.api_router *: ServedEngine calls workers through 
 vllm.entrypoints.serve.dev.rpc.api_router collective_rpc: ServedEngine finds a worker's report in 'results'
     isinstance(result, dict | list)
     {'results': response}
+vllm.entrypoints.serve.dev.rpc.api_router engine_client: rollout/engine/guard.py finds the engine there
+    return request.app.state.engine_client
+vllm.v1.engine.async_llm AsyncLLM.errored: rollout/engine/guard.py ends requests to an engine whose process has died
+    return self.engine_core.resources.engine_dead or
+vllm.entrypoints.serve.dev.cache.api_router reset_prefix_cache: rollout/engine/http.py knows its answer by it
+    {'success': bool(success)}
+vllm.entrypoints.serve.dev.cache.api_router reset_encoder_cache: rollout/engine/http.py knows that its answer is empty
+    return Response(status_code=200)
+vllm.entrypoints.openai.models.serving OpenAIServingModels.load_lora_adapter: http.py knows its answer, a text, by it
+    Success: LoRA adapter
+trl.generation.vllm_client VLLMClient.image_features: ServedEngine catches its errors
+    self.session.post(f'{self.base_url}/v1/chat/completions/render'
+    raise Exception(f'Request failed:
 vllm.entrypoints.serve.dev.cache.api_router *: TRL's client drops what old weights cached with it
     @router.post('/reset_prefix_cache')
 vllm.entrypoints.serve.dev.cache.api_router *: ServedEngine drops the features of images with it

@@ -1,5 +1,6 @@
 """A real server that tests break while trainers use it."""
 
+import os
 import signal
 import threading
 import time
@@ -85,6 +86,14 @@ class Deployment:
         """Stop the server from answering what is on its way, and kill it a second later."""
         self.server.send(signal.SIGSTOP)
         self.end = threading.Timer(1.0, self.replace)
+        self.end.start()
+
+    def lose_engine(self) -> None:
+        """Stop only the engine's process, and kill it a second later, as the system does when memory is short."""
+        names = {process: Path(f"/proc/{process}/cmdline").read_text() for process in self.server.survivors()}
+        [engine] = [process for process, name in names.items() if "EngineCore" in name]
+        os.kill(engine, signal.SIGSTOP)
+        self.end = threading.Timer(1.0, os.kill, [engine, signal.SIGKILL])
         self.end.start()
 
     def lose_and_wait(self) -> None:

@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
         way = "pass one MODEL, and one pattern after each --ignore (repeat the option for more)"
         raise ValueError(f"Unexpected argument {args.extra_args[0]}: {way}.")
     check_model(args.model)
-    from trl_qurl.rollout.engine.http import require_key
+    from trl_qurl.rollout.engine.guard import require_key
 
     require_key()  # before imports that take many seconds
     from transformers import AutoConfig

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from trl_qurl.cli.noise import quiet, shows_everything
+from trl_qurl.signals import exits_on_signals
 
 PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl
 
@@ -77,24 +78,25 @@ def run_child(
     # that occupies GPU memory.
     wrapped = [sys.executable, "-m", __name__, *words]
     variables = {**environment, "PYTHONUNBUFFERED": "1", "COLUMNS": "110"}
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            wrapped, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=variables, start_new_session=True
-        )
-    try:
-        while True:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(every)
-                break
-            meanwhile(last_lines(log, 1))
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGTERM)
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(10)
-        with suppress(ProcessLookupError):  # all processes of the group have ended
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    with exits_on_signals():
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                wrapped, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=variables, start_new_session=True
+            )
+        try:
+            while True:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(every)
+                    break
+                meanwhile(last_lines(log, 1))
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGTERM)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(10)
+            with suppress(ProcessLookupError):  # all processes of the group have ended
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
     if process.returncode:
         raise ChildFailure(
             f"{' '.join(words)} failed with exit status {process.returncode}. Its output is in {log}; the last "

@@ -3,12 +3,14 @@
 Tensors come from a stream and are written in shards; memory holds one shard at a time. A cache keeps some of them.
 """
 
+import fcntl
+import glob
 import json
 import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from trl_qurl.quantization.checkpoint_form import NamedTensors
+from trl_qurl.signals import exits_on_signals
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -29,27 +32,78 @@ CACHE_VARIABLE = "TRL_QURL_CACHE"
 def new_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Create a directory atomically: the block fills a temporary one, which replaces `path` if the block succeeds.
 
-    If it fails, nothing is left behind, and an existing `path` stays as it was. Raises `OSError` if the system refuses
-    to write, also where safetensors noticed.
+    If it fails, or SIGTERM ends the process, nothing is left behind, and an existing `path` stays as it was. The next
+    call removes what a killed process left. Raises `OSError` if the system refuses to write, also where safetensors
+    noticed.
     """
     final = Path(path)
-    tmp = final.parent / f".{final.name}-{uuid.uuid4().hex[:8]}"
-    old = tmp.with_name(f"{tmp.name}-replaced")
+    tmp = final.parent / f".{final.name}-{_boot()}-{uuid.uuid4().hex[:8]}"
+    new = tmp.with_name(f"{tmp.name}-new")
+    replaced = tmp.with_name(f"{tmp.name}-replaced")
+    lock: int | None = None
+    with exits_on_signals():
+        try:
+            remove_abandoned(final.parent, final.name)
+            new.mkdir(parents=True)
+            with suppress(OSError):  # a file system without locks: then nobody removes it either
+                lock = _lock(new)
+            os.replace(new, tmp)
+            yield tmp
+            if final.exists():
+                os.replace(final, replaced)
+            os.replace(tmp, final)
+        except (OSError, SafetensorError) as error:
+            raise OSError(
+                f"The checkpoint directory {final} cannot be written ({error}). If it lacks space or permissions, "
+                "free space there, or choose another directory (rollout_checkpoint_dir in the config, output_dir of "
+                f"save_quantized, OUT on the command line, {CACHE_VARIABLE} in the environment for the cache of "
+                "`trl-qurl serve`)."
+            ) from error
+        finally:
+            shutil.rmtree(new, ignore_errors=True)
+            _discard(tmp, final)
+            if lock is not None:
+                os.close(lock)
+
+
+def remove_abandoned(parent: Path, name: str | None = None) -> None:
+    """Remove what killed processes left in `parent` of new directories, of all of them or those with this name.
+
+    A process holds a lock on its directory. What is from before a restart of this machine stays, and what is of other
+    machines, because some network file systems do not enforce a lock between machines.
+    """
+    names = "*" if name is None else glob.escape(name)
+    for path in parent.glob(f".{names}-{_boot()}-{'[0-9a-f]' * 8}*"):
+        tmp = path.with_name(path.name.removesuffix("-replaced"))
+        with suppress(OSError):  # of a process that runs, or removed in the meantime
+            lock = _lock(tmp if tmp.exists() else path)
+            _discard(tmp, parent / tmp.name[1:].rsplit("-", 2)[0])
+            os.close(lock)
+
+
+def _discard(tmp: Path, final: Path) -> None:
+    """Remove a temporary directory, and the one that it replaced; restore that if nothing has taken its place."""
+    replaced = tmp.with_name(f"{tmp.name}-replaced")
+    if replaced.exists() and not final.exists():
+        os.replace(replaced, final)
+    shutil.rmtree(tmp, ignore_errors=True)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _boot() -> str:
+    """Return an identifier of this machine since its last start, the same in all of its containers."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
+
+
+def _lock(directory: Path) -> int:
+    """Lock a directory until its descriptor, which is returned, is closed. Raises `OSError` if a process holds it."""
+    descriptor = os.open(directory, os.O_RDONLY)
     try:
-        tmp.mkdir(parents=True)
-        yield tmp
-        if final.exists():
-            os.replace(final, old)
-        os.replace(tmp, final)
-    except (OSError, SafetensorError) as error:
-        raise OSError(
-            f"The checkpoint directory {final} cannot be written ({error}). If it lacks space or permissions, free "
-            "space there, or choose another directory (rollout_checkpoint_dir in the config, output_dir of "
-            "save_quantized, OUT on the command line)."
-        ) from error
-    finally:
-        for leftover in (tmp, old):
-            shutil.rmtree(leftover, ignore_errors=True)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def check_replaceable(path: str | os.PathLike[str]) -> None:
@@ -159,8 +213,17 @@ def cached(path: Path, make: Callable[[Path], None]) -> Path:
 
     `make` must be atomic, and the name must encode everything that the contents depend on.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{path}.lock"):
+    lock = FileLock(f"{path}.lock")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except OSError as error:
+        advice = f"free space there, or set {CACHE_VARIABLE} to a writable directory"
+        raise OSError(f"The cache {path.parent} cannot be written ({error}): {advice}.") from error
+    try:
+        remove_abandoned(path.parent)
         if not path.exists():
             make(path)
+    finally:
+        lock.release()
     return path

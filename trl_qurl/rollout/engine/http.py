@@ -1,74 +1,102 @@
-"""HTTP between trainer and server: the API key that every request needs, and a time limit for requests.
+"""HTTP from the trainer to the server: requests that are bounded in time, and answers that are vLLM's."""
 
-Both sides read the key from `VLLM_API_KEY`, which is hidden from other users, unlike a command line. The --api-key of
-vLLM protects only some paths, not those that replace weights, so `KeyGuard` runs in the server, in front of all.
-"""
-
-import hmac
-import os
-from typing import TYPE_CHECKING, Any
+import json
+import re
+import threading
+from concurrent.futures import Future, wait
+from typing import Any
 
 import requests
 from requests.adapters import HTTPAdapter
 from urllib3.util.retry import Retry
 
-if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Receive, Scope, Send
-
-API_KEY_VARIABLE = "VLLM_API_KEY"  # same as for vLLM's own server
-OPEN_PATH = "/health"  # polled by waiting trainers and batch systems; it reveals only that the server is up
-
-
-def require_key() -> None:
-    """Raise `ValueError` unless a server's key is set."""
-    if not os.environ.get(API_KEY_VARIABLE):
-        raise ValueError(
-            f"{API_KEY_VARIABLE} is not set. Without a key, others could replace the server's weights: run `export "
-            f"{API_KEY_VARIABLE}=$(openssl rand -hex 32)`, and set the same value for the trainer."
-        )
+from trl_qurl.rollout.engine.guard import read_key
 
 
 def add_key(request: requests.PreparedRequest) -> requests.PreparedRequest:
     """Add the key, if it is set, to a request; for the `auth` of a session."""
-    if key := os.environ.get(API_KEY_VARIABLE):
+    if key := read_key():
         request.headers["Authorization"] = f"Bearer {key}"
     return request
 
 
-class KeyGuard:
-    """ASGI middleware that answers 401 to every request without the key, on every path except `/health`."""
-
-    def __init__(self, app: "ASGIApp") -> None:
-        self._app = app
-        self._expected = f"Bearer {os.environ[API_KEY_VARIABLE]}".encode()
-
-    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
-        """Forward the request, or reject it."""
-        is_open = scope["type"] == "lifespan" or (scope["type"] == "http" and scope["path"] == OPEN_PATH)
-        if is_open or hmac.compare_digest(dict(scope["headers"]).get(b"authorization", b""), self._expected):
-            await self._app(scope, receive, send)
-        elif scope["type"] == "http":
-            headers = [(b"www-authenticate", b"Bearer"), (b"content-type", b"application/json")]
-            await send({"type": "http.response.start", "status": 401, "headers": headers})
-            await send({"type": "http.response.body", "body": b'{"error": "Missing or invalid API key."}'})
-        else:
-            await send({"type": "websocket.close", "code": 1008})
-
-
-KEY_GUARD = f"{__name__}.{KeyGuard.__name__}"  # for vLLM's `--middleware`
-
-
 class BoundedRequests(HTTPAdapter):
-    """Adds a timeout, in seconds, to every request, and never retries one that got no response.
+    """Limits the time of every request, in seconds, never sends one again, and never sends one to a proxy.
 
-    TRL's client would retry it five times: it would wait for a hung server six times over, and a server restarted in
-    the meantime would answer from other weights.
+    Only a connection that was not made is tried again, because the server cannot have acted on that request. TRL's
+    client would repeat requests five times: it would wait for a hung server six times over, and a server restarted in
+    the meantime would answer from other weights. The proxies of the environment would see the key.
     """
 
-    def __init__(self, limit: float) -> None:
-        retries = Retry(total=3, read=False, status_forcelist=[502, 503], backoff_factor=1, allowed_methods=None)
+    def __init__(self, limit: float, connections: int = 3) -> None:
+        retries = Retry(
+            total=connections,
+            read=False,
+            other=0,  # as a broken TLS connection
+            backoff_factor=1,
+            allowed_methods=None,
+            respect_retry_after_header=False,
+        )
         super().__init__(max_retries=retries, pool_maxsize=64)
         self._limit = limit
 
-    def send(self, *args: Any, **kwargs: Any) -> requests.Response:  # noqa: D102
-        return super().send(*args, **{**kwargs, "timeout": kwargs.get("timeout") or self._limit})
+    def send(self, *args: Any, **kwargs: Any) -> requests.Response:
+        """Return the answer with all of its body. Raises `requests.Timeout` if that takes longer than the limit."""
+        answer: Future[requests.Response] = Future()
+
+        def exchange() -> None:
+            try:
+                response = super(BoundedRequests, self).send(*args, **kwargs)
+                _ = response.content  # reads it
+                answer.set_result(response)
+            except BaseException as error:
+                answer.set_exception(error)
+
+        # The timeout of requests is for one read, and a byte now and then would renew it.
+        kwargs |= {"timeout": self._limit, "stream": True, "proxies": {}}
+        threading.Thread(target=exchange, daemon=True).start()
+        if not wait([answer], self._limit).done:
+            raise requests.Timeout(f"no complete answer within {self._limit} seconds")
+        return answer.result()
+
+
+def open_session(limit: float, connections: int = 3) -> requests.Session:
+    """Return a session of `BoundedRequests` that sends the key, and follows no redirect."""
+    session = requests.Session()
+    session.auth = add_key
+    session.max_redirects = 0
+    for prefix in ("http://", "https://"):
+        session.mount(prefix, BoundedRequests(limit, connections))
+    return session
+
+
+CONTENTS = {
+    "/v1/models": "data",
+    "/v1/completions": "choices",
+    "/v1/chat/completions": "choices",
+    "/collective_rpc": "results",
+    "/server_info": "vllm_config",
+    "/get_world_size": "world_size",
+    "/reset_prefix_cache": "success",
+}
+"""By path, what an answer holds; of other paths, it is any JSON object."""
+
+TEXTS = {"/reset_encoder_cache": "", "/v1/load_lora_adapter": "Success: .*"}
+"""By path, the pattern of an answer that is no JSON."""
+
+
+def read_answer(path: str, body: bytes) -> dict[str, Any]:
+    """Return what a path answered with status 200, empty for a text. Raises `ValueError` if that is not vLLM's answer.
+
+    A proxy's page also has that status, and so has an answer that lost its end without a `Content-Length`.
+    """
+    if path in TEXTS:
+        if re.fullmatch(TEXTS[path], body.decode()) is None:
+            raise ValueError("another text")
+        return {}
+    answer = json.loads(body)
+    if not isinstance(answer, dict):
+        raise ValueError("no JSON object")
+    if path in CONTENTS and CONTENTS[path] not in answer:
+        raise ValueError(f"no {CONTENTS[path]}")
+    return answer

@@ -25,8 +25,8 @@ from trl_qurl.quantization.merging import model_parameters
 from trl_qurl.quantization.plan import Formats, format_name, make_plan
 from trl_qurl.quantization.storage import cache_directory, cached
 from trl_qurl.quantization.stream import WeightStream
+from trl_qurl.rollout.engine.guard import ENGINE_WATCH, KEY_GUARD
 from trl_qurl.rollout.engine.hardware import check_cpu_build, cpu_cache_arguments, weight_bytes
-from trl_qurl.rollout.engine.http import KEY_GUARD
 from trl_qurl.rollout.wire import COMPILING, CPU_LOAD_FORMAT, WORKER_EXTENSION
 
 CHECKPOINT_FILES = (".safetensors", ".json", ".model", ".txt", ".jinja", ".py")
@@ -99,7 +99,8 @@ def server_command(checkpoint: str, host: str, port: int, extra_args: Sequence[s
     ours = [*(word for pair in words.items() for word in pair), "--disable-uvicorn-access-log"]
     if "vision_config" in json.loads((Path(checkpoint) / "config.json").read_text(encoding="utf-8")):
         ours.append("--enable-scale-out")  # TRL has vLLM tokenize prompts with images
-    return [sys.executable, "-m", *start, *ours, "--middleware", KEY_GUARD, *extra_args]
+    ours += ["--middleware", ENGINE_WATCH, "--middleware", KEY_GUARD]  # the last comes first
+    return [sys.executable, "-m", *start, *ours, *extra_args]
 
 
 def memory_share(weights: int, memory: int) -> float:

@@ -4,6 +4,7 @@ Weights are sent as tensors over TRL's NCCL group, or as a checkpoint in a direc
 one request to the server's workers loads them, so no update is half applied between requests.
 """
 
+import gc
 import json
 import logging
 import shlex
@@ -25,12 +26,17 @@ from trl_qurl.rollout import wire
 from trl_qurl.rollout.background import in_background
 from trl_qurl.rollout.checks.tensors import differences
 from trl_qurl.rollout.engine.broadcast import PACKING, Broadcast
-from trl_qurl.rollout.engine.http import API_KEY_VARIABLE, BoundedRequests, add_key
+from trl_qurl.rollout.engine.guard import API_KEY_VARIABLE
+from trl_qurl.rollout.engine.http import open_session, read_answer
 from trl_qurl.rollout.errors import ServerError, ServerLostError, SyncError
 
 logger = logging.getLogger(__name__)
 
 BROADCAST_GRACE = 10.0  # seconds for a broadcast to end after its request and its group
+HEALTH_SECONDS = 5.0  # for a server to say that it is up
+PORT_GRACE = 30.0  # seconds for the port of a stream that was lost to become free
+RENDER_PATH = "/v1/chat/completions/render"  # where TRL sends images
+ADVICE = "check the server's log, restart it, and resume from the last checkpoint."
 
 
 class ServedEngine(VLLMClient, wire.Engine):
@@ -58,10 +64,7 @@ class ServedEngine(VLLMClient, wire.Engine):
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
         """Wait for the server as the parent does, but with a limit per request, and tell the user about the wait."""
-        # These also apply to the parent's requests, which begin after this.
-        self.session.auth = add_key
-        for prefix in ("http://", "https://"):
-            self.session.mount(prefix, BoundedRequests(self.request_timeout))
+        self.session = open_session(self.request_timeout)  # the parent's requests begin after this
         deadline = time.monotonic() + total_timeout
         if total_timeout and not self._is_healthy():
             logger.warning("Waiting up to %.0f seconds for the vLLM server at %s.", total_timeout, self.base_url)
@@ -75,7 +78,8 @@ class ServedEngine(VLLMClient, wire.Engine):
 
     def _is_healthy(self) -> bool:
         try:
-            return requests.get(f"{self.base_url}/health", timeout=5.0).status_code == 200
+            with open_session(HEALTH_SECONDS, connections=0) as session:
+                return session.get(f"{self.base_url}/health").status_code == 200
         except requests.RequestException:
             return False
 
@@ -127,15 +131,18 @@ class ServedEngine(VLLMClient, wire.Engine):
                 self._info = self._get(f"{self.base_url}/server_info", params={"config_format": "json"})["vllm_config"]
         return self._info
 
-    def open_stream(self, device: torch.device) -> None:
-        """Open the NCCL group that tensors are sent over. Raises `ServerLostError` if that fails."""
+    def open_stream(self, device: torch.device, patience: float = 0.0) -> None:
+        """Open the NCCL group that tensors are sent over, on a port that is free within `patience` seconds.
+
+        Raises `ServerLostError` if that fails.
+        """
         from vllm.utils.network_utils import get_ip  # the address that the parent gives to the workers
 
         self._stream_device = torch.device(device)
         address = get_ip()
         try:
             # Before the workers are asked: they would join the group of another run that listens there.
-            socket.create_server((address, self.group_port)).close()
+            self._wait_for_port(address, patience)
             opening = in_background(super().init_communicator, device)  # nothing ends its wait for dead workers
             while not wait([opening], 0.1).done:
                 if self._failure is not None:
@@ -146,6 +153,19 @@ class ServedEngine(VLLMClient, wire.Engine):
                 f"NCCL did not open between this process and the server at {self.base_url} (it needs different GPUs, "
                 f"and port {self.group_port} of {address}: vllm_group_port; or set weight_sync='checkpoint'). {error}"
             ) from None
+
+    def _wait_for_port(self, address: str, patience: float) -> None:
+        """Return once the port of the group is free; after so many seconds, raise the `OSError` that says why not."""
+        deadline = time.monotonic() + patience
+        while True:
+            try:
+                socket.create_server((address, self.group_port)).close()
+                return
+            except OSError:
+                if time.monotonic() >= deadline:
+                    raise
+                gc.collect()  # a group that was lost closes its port with its last reference
+                time.sleep(0.1)
 
     def close_communicator(self) -> None:
         """Abort what runs on the NCCL group, as a broadcast to dead workers, and close the port it was opened on."""
@@ -167,10 +187,10 @@ class ServedEngine(VLLMClient, wire.Engine):
             self.check_server(total_timeout)
             self._failure = None
             self.init_communicator()
-            while not self._post("/reset_prefix_cache").get("success", True) and time.monotonic() < deadline:
+            while not self._post("/reset_prefix_cache")["success"] and time.monotonic() < deadline:
                 time.sleep(1.0)
             if self._stream_device is not None:
-                self.open_stream(self._stream_device)
+                self.open_stream(self._stream_device, PORT_GRACE)
         except (ConnectionError, ValueError) as error:
             raise ServerLostError(f"{error} Before that: {failure}") from None
 
@@ -194,7 +214,7 @@ class ServedEngine(VLLMClient, wire.Engine):
         try:
             self._post("/v1/load_lora_adapter", json=body)
         except ServerError as error:
-            is_refused = error.status is not None and error.status < 500
+            is_refused = error.status is not None and 400 <= error.status < 500
             raise (SyncError if is_refused else ServerError)(
                 f"The vLLM server could not load the adapter written to {path}. Make sure that it sees that directory "
                 f"(rollout_checkpoint_dir) and was started by `trl-qurl serve`. {error}"
@@ -211,7 +231,7 @@ class ServedEngine(VLLMClient, wire.Engine):
             )
 
     def clear_caches(self) -> None:  # noqa: D102
-        if not self._post("/reset_prefix_cache").get("success", True):
+        if not self._post("/reset_prefix_cache")["success"]:
             raise SyncError(
                 "vLLM did not clear the prefix cache of the old weights. Another client's requests may be running: "
                 "use one server per run."
@@ -256,28 +276,59 @@ class ServedEngine(VLLMClient, wire.Engine):
     def _post(self, url: str, **kwargs: Any) -> dict[str, Any]:
         return self._request("POST", url, **kwargs)
 
-    def _answer(self, verb: str, path: str, **kwargs: Any) -> dict[str, Any]:
-        server = f"The vLLM server at {self.base_url}"
-        advice = "check the server's log, restart it, and resume from the last checkpoint."
+    def image_features(self, *args: Any, **kwargs: Any) -> list[dict | None]:
+        """Return the features of images as the parent does, which sends these requests by itself."""
+        if self._failure is not None:
+            raise self._failure
         try:
-            response = self.session.request(verb, f"{self.base_url}{path}", **kwargs)
-        except requests.Timeout:
-            raise ServerError(
-                f"{server} did not answer {path} within {self.request_timeout:.0f} seconds: it hangs, or needs a "
-                f"larger vllm_request_timeout. Otherwise {advice}"
-            ) from None
+            return super().image_features(*args, **kwargs)
         except requests.RequestException as error:
-            raise ServerError(f"{server} is gone ({path}: {error}): {advice}") from None
+            self._failure = self._no_answer(RENDER_PATH, error)
+        except Exception as error:
+            if not isinstance(error, KeyError) and not str(error).startswith("Request failed"):
+                raise
+            self._failure = ServerError(
+                f"{self._server} did not answer {RENDER_PATH}: {ADVICE} It says: {error!r:.500}"
+            )
+        raise self._failure
+
+    def _answer(self, verb: str, path: str, **kwargs: Any) -> dict[str, Any]:
+        """Return the answer to one request. Raises `ServerError` unless it is a complete answer of vLLM's."""
+        try:
+            response = self.session.request(verb, f"{self.base_url}{path}", allow_redirects=False, **kwargs)
+        except requests.RequestException as error:
+            raise self._no_answer(path, error) from None
         if response.status_code == 401:
             raise ServerLostError(
-                f"{server} requires an API key: set {API_KEY_VARIABLE} for the trainer to the value that the server "
-                "was started with."
+                f"{self._server} requires an API key: set {API_KEY_VARIABLE} for the trainer to the value that the "
+                "server was started with."
             )
         if response.status_code != 200:
-            reason, status = " ".join(response.text.split())[:500], response.status_code
             self.session.close()  # uvicorn closes a connection after a fault, and the next request would find it dead
-            raise ServerError(f"{server} answered {path} with HTTP {status}: {advice} It says: {reason}", status)
+            status = response.status_code
+            raise ServerError(f"{self._server} answered {path} with HTTP {status}: {ADVICE} {_said(response)}", status)
         try:
-            return response.json()
-        except requests.JSONDecodeError:  # some vLLM endpoints reply with plain text or an empty body
-            return {}
+            return read_answer(path, response.content)
+        except ValueError:
+            what = "only a part of vLLM's answer, or a proxy with its own"
+            raise ServerError(f"{self._server} answered {path} with {what}: {ADVICE} {_said(response)}") from None
+
+    @property
+    def _server(self) -> str:
+        return f"The vLLM server at {self.base_url}"
+
+    def _no_answer(self, path: str, error: requests.RequestException) -> ServerError:
+        """Return the error of a request that got no complete answer."""
+        if isinstance(error, requests.Timeout):
+            return ServerError(
+                f"{self._server} did not answer {path} within {self.request_timeout:.0f} seconds: it hangs, or needs "
+                f"a larger vllm_request_timeout. Otherwise {ADVICE}"
+            )
+        return ServerError(f"{self._server} is gone ({path}: {error}): {ADVICE}")
+
+
+def _said(response: requests.Response) -> str:
+    """Return a sentence with the text of an answer."""
+    if response.is_redirect:
+        return f"It redirects to {response.headers['location']}, but the key is sent to no other address."
+    return f"It says: {' '.join(response.text.split())[:500]}"

@@ -1,0 +1,149 @@
+"""Faults of HTTP between trainer and server, with a stub in place of vLLM: each is one error, in time, sent once."""
+
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from support.servers import JSONHandler, serving
+
+from trl_qurl.rollout.engine import guard
+from trl_qurl.rollout.engine.served import ServedEngine
+from trl_qurl.rollout.errors import ServerError
+from trl_qurl.rollout.wire import WeightUpdate
+
+START = {"/health": {}, "/v1/models": {"data": [{"id": "model"}]}}
+JSON = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
+HTML = b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: 20\r\n\r\n<html>sign in</html>"
+
+
+@contextmanager
+def faulty(fault, limit=30.0):
+    """A client, and the requests that reached its server, which answers with bytes once the client has connected."""
+    asked = []
+
+    class Handler(JSONHandler):
+        def respond(self, path, body):
+            asked.append((path, self.headers["Authorization"]))
+            if path in START:
+                return self.send(200, START[path])
+            self.close_connection = True
+            for part in [fault] if isinstance(fault, bytes) else fault():
+                self.wfile.write(part)
+
+    with serving(Handler) as url:
+        client = ServedEngine(base_url=url, request_timeout=limit)
+        asked.clear()
+        yield client, asked
+
+
+def version(client):
+    return client.version()
+
+
+def generate(client):
+    return client.generate([[1, 2]], max_tokens=2)
+
+
+def load_adapter(client):
+    return client.load_adapter(Path("adapter"), WeightUpdate("v1"))
+
+
+def image_features(client):
+    return client.image_features([[SimpleNamespace(save=lambda *arguments, **options: None)]])
+
+
+def clear_encoder_cache(client):
+    return client._post("/reset_encoder_cache")
+
+
+ALL = (version, generate, ServedEngine.clear_caches, ServedEngine.get_world_size, load_adapter, image_features)
+FAULTS = {
+    "cut short": (JSON + b'Content-Length: 100\r\n\r\n{"results": ["a', ALL, "is gone"),
+    "cut short, of unknown length": (JSON + b'\r\n{"results": ["a', ALL[:-1], "only a part of vLLM's answer"),
+    "page of a proxy": (HTML, (*ALL[:-1], clear_encoder_cache), "or a proxy with its own.*It says: <html>sign in"),
+    "page of a proxy, images": (HTML, ALL[-1:], "is gone"),
+    "other JSON": (JSON + b"Content-Length: 2\r\n\r\n[]", ALL[:-1], "or a proxy with its own"),
+    "JSON without its contents": (JSON + b"Content-Length: 2\r\n\r\n{}", ALL[:-1], "or a proxy with its own"),
+    "JSON without its contents, images": (JSON + b"Content-Length: 2\r\n\r\n{}", ALL[-1:], "KeyError"),
+    "502": (b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 0\r\n\r\n", ALL, "502"),
+    "503, later": (b"HTTP/1.1 503 Busy\r\nRetry-After: 1\r\nContent-Length: 0\r\n\r\n", ALL, "503"),
+    "no answer": (b"", ALL, "is gone"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_an_error_and_nothing_is_sent_twice(name):
+    fault, calls, message = FAULTS[name]
+    with faulty(fault) as (client, asked):
+        for call in calls:
+            with pytest.raises(ServerError, match=message):
+                call(client)
+            assert len(asked) == 1, f"{call.__name__} was sent again"
+            with pytest.raises(ServerError, match=message):
+                version(client)  # what is queued behind it
+            asked.clear()
+            client._failure = None
+
+
+def headers_in_bytes():
+    yield b"HTTP/1.1 200 OK\r\nX-Wait: "
+    yield from in_bytes()
+
+
+def body_in_bytes():
+    yield JSON + b"Content-Length: 100\r\n\r\n"
+    yield from in_bytes()
+
+
+def in_bytes():
+    for _ in range(100):
+        time.sleep(0.1)
+        yield b" "
+
+
+@pytest.mark.parametrize("call", [version, image_features])
+@pytest.mark.parametrize("fault", [headers_in_bytes, body_in_bytes])
+def test_a_byte_now_and_then_does_not_renew_the_limit(fault, call):
+    with (
+        faulty(fault, limit=0.5) as (client, asked),
+        pytest.raises(ServerError, match="did not answer .* within 0 seconds: .*vllm_request_timeout"),
+    ):
+        call(client)
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize("call", [version, image_features])
+def test_a_redirect_is_not_followed(call):
+    with faulty(HTML) as (other, asked_elsewhere):
+        redirect = f"HTTP/1.1 302 Found\r\nLocation: {other.base_url}/there\r\nContent-Length: 0\r\n\r\n".encode()
+        with faulty(redirect) as (client, asked):
+            with pytest.raises(ServerError, match="redirect"):
+                call(client)
+            assert len(asked) == 1 and not asked_elsewhere
+
+
+def test_no_request_goes_to_a_proxy(monkeypatch):
+    with faulty(HTML) as (proxy, seen_by_proxy):
+        for name in ("http_proxy", "all_proxy", "HTTPS_PROXY"):
+            monkeypatch.setenv(name, proxy.base_url)
+        with faulty(HTML) as (client, asked):
+            for call in (version, image_features):
+                client._failure = None
+                with pytest.raises(ServerError):
+                    call(client)
+            assert len(asked) == 2 and not seen_by_proxy
+
+
+@pytest.mark.parametrize("key", ["secret\n", "sec ret", " secret", "secret\r\nX-Other: 1", "schlüssel€secret"])
+def test_a_key_that_no_header_can_carry_is_refused_by_its_name(key, monkeypatch):
+    with faulty(HTML) as (client, asked):
+        monkeypatch.setenv(guard.API_KEY_VARIABLE, key)
+        for call in (version, image_features, lambda client: ServedEngine(base_url=client.base_url)):
+            with pytest.raises(ValueError, match=f"^{guard.API_KEY_VARIABLE} has a space, a line break or") as error:
+                call(client)
+            assert "secret" not in str(error.value)
+        assert not asked
+    with pytest.raises(ValueError, match=f"^{guard.API_KEY_VARIABLE} has a space"):
+        guard.require_key()  # as `trl-qurl serve` does
