@@ -22,6 +22,7 @@ from trl_qurl.quantization.storage import set_dtype
 from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.ahead import AheadVLLMGeneration
 from trl_qurl.rollout.backend import QuantizedVLLMGeneration
+from trl_qurl.rollout.prompts import check_special_tokens
 from trl_qurl.rollout.substitution import substitute
 from trl_qurl.trainers.arguments import (
     applies_uaq,
@@ -31,6 +32,7 @@ from trl_qurl.trainers.arguments import (
     rollout_settings,
 )
 from trl_qurl.trainers.callbacks import RunLogCallback, TrainerAwareCallback, UpdateAwareQuantizationCallback
+from trl_qurl.trainers.learning import LearningWatch
 from trl_qurl.trainers.model_card import add_rollouts, quantized_card
 from trl_qurl.trainers.saving import write_quantized
 
@@ -86,7 +88,9 @@ class QuantizedEngineMixin(TRLTrainer):
         # Ours go first: rows logged by user callbacks belong in run.jsonl, their time in no step.
         run_log = RunLogCallback({"updates_per_rollout": args.updates_per_rollout, "algorithm": self._algorithm})
         uaq = [UpdateAwareQuantizationCallback(args.uaq_scale)] if applies_uaq(args, arguments) else []
-        arguments["callbacks"] = [*uaq, self._step_timer, run_log, *(arguments.get("callbacks") or [])]
+        self._learning = LearningWatch()
+        ours = [*uaq, self._step_timer, run_log, self._learning]
+        arguments["callbacks"] = [*ours, *(arguments.get("callbacks") or [])]
         # vLLM freezes the garbage collector, so a reference cycle through the trainer would keep its engine.
         trainer = weakref.proxy(self)
         generation = functools.partial(
@@ -95,7 +99,12 @@ class QuantizedEngineMixin(TRLTrainer):
             global_step=lambda: trainer.state.global_step,
             prompts=lambda: trainer._first_prompts(),
         )
-        with substitute(self._generation_module, "VLLMGeneration", generation):
+
+        def start(**settings: Any) -> QuantizedVLLMGeneration:
+            trainer._before_start()
+            return generation(**settings)
+
+        with substitute(self._generation_module, "VLLMGeneration", start):
             super().__init__(**arguments)
         for callback in self.callback_handler.callbacks:
             self._set_trainer(callback)
@@ -105,6 +114,11 @@ class QuantizedEngineMixin(TRLTrainer):
         model = arguments["model"]
         check_full_precision(model, arguments.get("quantization_config"), args.model_init_kwargs or {})
         check_adapter(model, arguments.get("peft_config"))
+
+    def _before_start(self) -> None:
+        """Check the model, the tokenizer and the data, which TRL has loaded by now. The engine starts next."""
+        tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)  # of a processor
+        check_special_tokens(tokenizer, self.model.config.get_text_config().vocab_size)
 
     def _first_prompts(self) -> list[list[int]]:
         """Return the tokens of a few prompts, to which smoothing is fitted before the engine starts, or none."""
