@@ -71,19 +71,8 @@ def prepare_weights(
     return weights
 
 
-def check_trainable(model: Any, name: str) -> None:
-    """Raise `ValueError` if training would change no tensor of a model, which messages call by this name."""
-    if any(parameter.requires_grad for parameter in model.parameters()):
-        return
-    way = "call model.requires_grad_(True) (PEFT leaves a model frozen after merge_and_unload)"
-    if vars(model).get("peft_config"):
-        way = "load the adapter with PeftModel.from_pretrained(..., is_trainable=True), or set inference_mode=False"
-    raise ValueError(f"{name} has no trainable parameter, so no update would change it: {way}.")
-
-
 def check_policy(model: Any) -> None:
-    """Raise `ValueError` if nothing is trained, an engine ties what is trained apart, or it could not be saved."""
-    check_trainable(model, "The policy")
+    """Raise `ValueError` if an engine ties what this policy trains apart, or transformers would not save it."""
     tied = model.all_tied_weights_keys if vars(model.config).get("tie_word_embeddings") else {}
     both = [model.get_output_embeddings(), model.get_input_embeddings()] if tied else []
     # What is trained of each, apart from a head's bias: itself, an adapter, or a copy (`modules_to_save`).

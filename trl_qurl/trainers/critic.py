@@ -32,7 +32,7 @@ from trl.trainer.utils import create_model_from_path, disable_dropout_in_model, 
 from trl_qurl.config import QuRLPPOConfig
 from trl_qurl.quantization.checkpoint_form import whole
 from trl_qurl.quantization.storage import new_directory
-from trl_qurl.rollout.preparation import check_trainable
+from trl_qurl.trainers.learning import check_trainable
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -182,8 +182,8 @@ def check_critic_vocabulary(critic: Any, policy: Any, tokenizer: PreTrainedToken
     if critic_rows < min(policy_rows, len(tokenizer)):
         raise ValueError(
             f"The policy knows {policy_rows} tokens, of which the tokenizer uses {len(tokenizer)}, but the "
-            f"critic's embedding has only {critic_rows} rows: save the resized policy and pass its path as value_model, "
-            "or call value_model.resize_token_embeddings(len(tokenizer))."
+            f"critic's embedding has only {critic_rows} rows: save the resized policy and pass its path as "
+            "value_model, or call value_model.resize_token_embeddings(len(tokenizer))."
         )
 
 

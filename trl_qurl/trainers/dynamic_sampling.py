@@ -11,7 +11,7 @@ import math
 import re
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -63,13 +63,14 @@ class TriedRows:
     equal in all columns, the others can still be drawn.
 
     Args:
-        rows: Those of the batch, each once.
+        columns: Of the batch's rows, without those that `remove_unused_columns` removes.
+        digests: Of the batch's rows, each once.
     """
 
-    def __init__(self, rows: list[dict[str, Any]]) -> None:
-        self.columns = set(rows[0]) if rows else set()  # without those that remove_unused_columns removes
+    def __init__(self, columns: Collection[str], digests: Iterable[str]) -> None:
+        self.columns = columns
         self.indices: set[int] = set()
-        self._batch = Counter(row_digest(row) for row in rows)
+        self._batch = Counter(digests)
 
     def is_in_batch(self, row: dict[str, Any]) -> bool:
         """Return whether a row is one that the batch began with, which then counts as found."""
@@ -132,8 +133,8 @@ class DynamicSampler:
         rounds = [sample_batch(rows, trainer)]
         batch = Batch(list(rounds[0].samples), rounds[0].rewards.clone())
         useful = self._useful(batch)  # (groups,)
-        completions = [row for part in gather_object([rows]) for row in part]  # of all processes, in order
-        tried = TriedRows(completions[:: self.group_size])
+        digests = gather_object([row_digest(row) for row in rows])  # of all completions, in order
+        tried = TriedRows(rows[0].keys(), digests[:: self.group_size])
         while len(rounds) < MAX_ROUNDS and not useful.all():
             open_slots = (~useful).nonzero().flatten().tolist()
             share = torch.cat([self._useful(each) for each in rounds]).double().mean().item()
@@ -229,8 +230,8 @@ def named_rewards(names: list[str]) -> Iterator[None]:
         if traceback.extract_tb(error.__traceback__)[-1].name != "_calculate_rewards":
             raise
         if isinstance(error, TypeError) and CALL.search(str(error)):
-            text = f"TRL cannot call a reward function ({error}): it passes the dataset's columns by name, and what "
-            text += "remove_unused_columns=False keeps. Accept the ones there are, and **kwargs for the rest."
-            raise TypeError(text) from error
+            problem = f"TRL cannot call a reward function ({error}): it passes the columns of the dataset by name"
+            way = "Accept the ones there are, and **kwargs for the rest"
+            raise TypeError(f"{problem}, and with remove_unused_columns=True none. {way}.") from error
         text = f"Rewards ({', '.join(names)}) must be a number, or None, per completion: {error}."
         raise ValueError(text) from error

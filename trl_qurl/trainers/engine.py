@@ -32,7 +32,7 @@ from trl_qurl.trainers.arguments import (
     rollout_settings,
 )
 from trl_qurl.trainers.callbacks import RunLogCallback, TrainerAwareCallback, UpdateAwareQuantizationCallback
-from trl_qurl.trainers.learning import LearningWatch
+from trl_qurl.trainers.learning import LearningWatch, check_trainable
 from trl_qurl.trainers.model_card import add_rollouts, quantized_card
 from trl_qurl.trainers.saving import write_quantized
 
@@ -117,6 +117,7 @@ class QuantizedEngineMixin(TRLTrainer):
 
     def _before_start(self) -> None:
         """Check the model, the tokenizer and the data, which TRL has loaded by now. The engine starts next."""
+        check_trainable(self.model, "The policy")
         tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)  # of a processor
         check_special_tokens(tokenizer, self.model.config.get_text_config().vocab_size)
 

@@ -24,7 +24,7 @@ class LearningWatch(TrainerAwareCallback):
     """Callback that watches what the optimizer holds, whether weights change, and whether rewards differ."""
 
     def __init__(self) -> None:
-        self._moving: list[int] = []  # latest steps with a gradient and a learning rate
+        self._moving: list[int] = []  # steps with a gradient and a learning rate, since weights last changed
         self._alike = 0  # latest rollouts whose rewards taught nothing
         self._reason = ""  # why
         self._has_learned = False  # from the rewards of any rollout
@@ -48,9 +48,10 @@ class LearningWatch(TrainerAwareCallback):
         if norm is None or rate is None:
             return
         if 0 < norm < math.inf and rate > 0:
-            self._moving = [*self._moving, state.global_step][-PATIENCE:]
+            self._moving.append(state.global_step)
         unchanged = self.trainer.vllm_generation.sync.unchanged_steps()
-        if len(self._moving) == PATIENCE and all(step in unchanged for step in self._moving):
+        self._moving = [step for step in self._moving if step >= unchanged.start]
+        if sum(step in unchanged for step in self._moving) >= PATIENCE:
             self._say_once("weights", unchanged_text(self.trainer.model, unchanged, norm, rate))
 
     def observe(self, metrics: Mapping[str, float]) -> None:
@@ -66,12 +67,22 @@ class LearningWatch(TrainerAwareCallback):
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         """Say so if no rollout's rewards taught the policy anything."""
         if self._alike and not self._has_learned:
-            self._say_once("end", f"The policy has learned nothing from rewards: {self._reason}.")
+            self._say_once("end", f"The policy has learned nothing: {self._reason}.")
 
     def _say_once(self, kind: str, text: str) -> None:
         if kind not in self._said:
             self._said.add(kind)
             logger.warning(text)
+
+
+def check_trainable(model: Any, name: str) -> None:
+    """Raise `ValueError` if training would change no tensor of a model, which messages call by this name."""
+    if any(parameter.requires_grad for parameter in model.parameters()):
+        return
+    way = "call model.requires_grad_(True) (PEFT leaves a model frozen after merge_and_unload)"
+    if any(hasattr(module, "base_layer") for module in model.modules()):  # of an adapter
+        way = "load the adapter with PeftModel.from_pretrained(..., is_trainable=True), or set inference_mode=False"
+    raise ValueError(f"{name} has no trainable parameter, so no update would change it: {way}.")
 
 
 def check_optimizer(model: Any, optimizer: Any) -> None:
