@@ -4,6 +4,7 @@ import functools
 import re
 
 import pytest
+import torch
 from accelerate.logging import MultiProcessAdapter
 from datasets import Dataset, DatasetDict
 from peft import (
@@ -18,7 +19,7 @@ from peft import (
 from support.building import CONFIGS, PROMPTS, STARTED, build, reward, settings_of, start_no_engine
 from tiny import VOCABULARY, tiny_model, tiny_tokenizer
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 
 from trl_qurl import QuRLGRPOTrainer
 from trl_qurl.rollout.engine.hardware import WORTH_COMPILING
@@ -366,3 +367,32 @@ def test_a_run_on_a_cpu_that_is_too_short_is_not_compiled(cls, tmp_path, monkeyp
     assert eager(max_steps=1, vllm_engine_kwargs={"enforce_eager": False}) is False
     monkeypatch.setattr("trl_qurl.trainers.arguments.gpu_capability", lambda: (9, 0))
     assert eager(max_steps=1) == "vLLM's default"
+
+
+class Begun(Exception):
+    """Raised when training begins, before the first rollout."""
+
+
+class EndsAtOnce(TrainerCallback):
+    def on_train_begin(self, *args, **kwargs):
+        raise Begun
+
+
+@each_trainer
+def test_an_optimizer_without_the_policys_parameters_is_refused(cls, small_context, tmp_path, caplog):
+    tiny_model().save_pretrained(tmp_path / "model")
+    policy = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+
+    def train(parameters):
+        optimizer = torch.optim.AdamW(parameters, lr=1e-3)
+        build(cls, tmp_path, model=policy, optimizers=(optimizer, None), callbacks=[EndsAtOnce()]).train()
+
+    with pytest.raises(ValueError, match="The optimizer holds 0 of the policy's 26 trainable tensors .such as model"):
+        train(tiny_model().parameters())
+    caplog.clear()
+    with pytest.raises(Begun):
+        train(list(policy.parameters()))
+    assert "The optimizer holds" not in caplog.text
+    with pytest.raises(Begun):
+        train(list(policy.parameters())[1:])
+    assert "holds 25 of the policy's 26 trainable tensors. The others keep their values (such as model." in caplog.text
