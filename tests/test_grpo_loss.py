@@ -593,7 +593,7 @@ def test_a_run_that_learns_is_not_warned_of(watch, trainer, monkeypatch, caplog)
 
 
 def test_updates_that_change_no_weight_are_told_of_once(trainer, monkeypatch, caplog):
-    """Rates that move a weight by less than its digits, as with weights in 16 bits. Last, as it changes the trainer."""
+    """Rates that move a weight by less than its digits, as with weights in 16 bits. Last: it changes the trainer."""
     monkeypatch.setattr(trainer, "reward_funcs", [lambda completions, **kwargs: list(map(float, range(16)))])
     for name, value in {
         "max_steps": 14,
