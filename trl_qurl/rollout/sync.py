@@ -119,7 +119,8 @@ class WeightSync:
 
     def _remember(self, step: int, sent: tuple[list[int], bytes, list[str]]) -> None:
         # Without version counters: an optimizer with a learning rate of 0 counts one up as well.
-        is_unchanged = self._sent is not None and sent[1:] == self._sent[1][1:]
+        is_later = self._sent is not None and step >= self._sent[0]  # another training starts at 0 again
+        is_unchanged = is_later and sent[1:] == self._sent[1][1:]
         self.unchanged_since = self.unchanged_since if is_unchanged else step
         self._sent = (step, sent)
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from accelerate.logging import get_logger
-from accelerate.utils import DistributedType
 from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
 from trl_qurl.trainers.callbacks import TrainerAwareCallback
@@ -36,10 +35,10 @@ class LearningWatch(TrainerAwareCallback):
         """Compare the optimizer with what is trainable; start the counts."""
         self._moving, self._alike, self._has_learned = [], 0, False
         trainer = self.trainer
-        # DeepSpeed's optimizer holds copies, and a layer-wise one is a placeholder for others.
-        holds_copies = trainer.accelerator.distributed_type == DistributedType.DEEPSPEED
+        # Where parameters are sharded, optimizers hold other tensors; a layer-wise one is a placeholder for others.
+        is_sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
         inner = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
-        if not holds_copies and not isinstance(inner, LayerWiseDummyOptimizer):
+        if not is_sharded and not isinstance(inner, LayerWiseDummyOptimizer):
             check_optimizer(model, optimizer)
 
     def on_log(self, args: Any, state: Any, control: Any, *, logs: Mapping[str, Any], **kwargs: Any) -> None:

@@ -68,6 +68,8 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
     def _check_room(self, context: int) -> None:
         """Raise `ValueError` if a prompt of the datasets fills a context of this many tokens."""
         longest = self._longest_prompt
+        if longest.tokens == 0:  # no prompt is known yet
+            return
         check_room(longest.tokens, context, self.max_completion_length or 1, f"The prompt {longest.name}")
 
     @property
