@@ -163,7 +163,7 @@ def noise_settings(config: Mapping[str, Any]) -> list[str]:
     """Return the names of the settings of a config, and of the configs inside it, that turn dropout or noise on."""
     names = []
     for name, value in config.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and name.endswith("config"):  # of a vision tower, for example
             names += noise_settings(value)
         # Not a switch, such as `rank_dropout_scale`: the numbers beside it decide.
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
