@@ -320,7 +320,7 @@ WHERE = {"target_modules": ["q_proj"]}
         (LoKrConfig(rank_dropout=0.5, **WHERE), True),
         (LoKrConfig(module_dropout=0.5, **WHERE), True),
         (LoKrConfig(rank_dropout_scale=True, **WHERE), False),
-        (OFTConfig(r=4, module_dropout=0.5, **WHERE), True),
+        (OFTConfig(module_dropout=0.5, **WHERE), True),
         (LoraConfig(lora_dropout=0.5, **WHERE), True),
         (LoraConfig(**WHERE), False),
     ],
