@@ -153,7 +153,7 @@ def has_dropout(model: Any) -> bool:
     Settings are looked for in the model's config, with those of its parts, and in the configs of its adapters: many
     modules, as those of LoHa and LoKr, draw masks without a `nn.Dropout`.
     """
-    adapters = vars(model).get("peft_config") or {}
+    adapters = getattr(model, "peft_config", None) or {}  # of PEFT, or of transformers with adapters
     settings = [model.config.to_dict(), *(vars(config) for config in adapters.values())]
     is_set = any(noise_settings(each) for each in settings)
     return is_set or any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
