@@ -1,12 +1,25 @@
 """Arguments of a trainer, in TRL's order and by name: used as TRL uses them, or refused before an engine starts."""
 
 import functools
+import re
 
 import pytest
+import torch
+from accelerate.logging import MultiProcessAdapter
 from datasets import Dataset, DatasetDict
-from peft import LNTuningConfig, LoraConfig, PrefixTuningConfig, PromptTuningConfig, VeraConfig, get_peft_model
+from peft import (
+    LNTuningConfig,
+    LoraConfig,
+    PeftModel,
+    PrefixTuningConfig,
+    PromptTuningConfig,
+    VeraConfig,
+    get_peft_model,
+)
 from support.building import CONFIGS, PROMPTS, STARTED, build, reward, settings_of, start_no_engine
-from tiny import tiny_model, tiny_tokenizer
+from tiny import VOCABULARY, tiny_model, tiny_tokenizer
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 
 from trl_qurl import QuRLGRPOTrainer
 from trl_qurl.rollout.engine.hardware import WORTH_COMPILING
@@ -178,6 +191,7 @@ def test_columns_are_those_of_a_transform(tmp_path):
 @pytest.fixture
 def small_context(monkeypatch):
     """An engine that holds twenty tokens, of which a completion may take sixteen."""
+    MultiProcessAdapter.warning_once.cache_clear()
     started = {"kept": (), "context": 20}
     monkeypatch.setattr(INIT, lambda self: vars(self).update(started))
 
@@ -188,15 +202,150 @@ def small_context(monkeypatch):
     [
         (
             "a" * 20,
-            "A prompt of 20 tokens fills the context of 20 tokens .vllm_max_model_length; of a server, --max-m",
+            r"of 20 tokens fills the context of 20 tokens .vllm_max_model_length; of a server, --max-model-len",
         ),
-        ("", "A prompt has no tokens, so there is nothing to continue: remove it from the dataset"),
+        ("", "has no tokens, so there is nothing to continue: remove it from the dataset"),
     ],
 )
 def test_prompts_that_cannot_be_continued_are_refused(split, prompt, message, small_context, tmp_path):
     data = Dataset.from_dict({"prompt": [*["abcd"] * 15, prompt]})
-    with pytest.raises(ValueError, match=message):
+    row = {"data": "train_dataset", "eval_dataset": "eval_dataset"}[split]
+    with pytest.raises(ValueError, match=rf"The prompt {row}\[15\] {message}"):
         grpo(tmp_path, **{split: data})
+
+
+def test_all_prompts_are_measured_in_tokens(small_context, tmp_path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(["long word "])
+    few_tokens = ["long word " * 5] * 15
+    evaluation = DatasetDict(easy=PROMPTS, hard=Dataset.from_dict({"prompt": [*few_tokens, "a" * 20]}))
+    given = {"processing_class": tokenizer, "model": tiny_model(vocab_size=110)}
+    grpo(tmp_path, data=Dataset.from_dict({"prompt": few_tokens + ["a"]}), **given)
+    with pytest.raises(ValueError, match=r"The prompt eval_dataset\['hard'\]\[15\] of 20 tokens fills"):
+        grpo(tmp_path, eval_dataset=evaluation, **given)
+
+
+@each_trainer
+def test_prompts_are_measured_before_the_engine_starts_if_the_context_is_set(cls, tmp_path):
+    tiny_model().save_pretrained(tmp_path / "model")  # where a critic starts
+    given = {"model": str(tmp_path / "model"), "data": Dataset.from_dict({"prompt": [*["ab"] * 15, "a" * 20]})}
+    with pytest.raises(ValueError, match=r"train_dataset\[15\] of 20 tokens fills the context of 20 tokens"):
+        build(cls, tmp_path, args=settings_of(cls, tmp_path, vllm_max_model_length=20), **given)
+    with pytest.raises(AssertionError, match=STARTED):
+        build(cls, tmp_path, args=settings_of(cls, tmp_path, vllm_max_model_length=21), **given)
+
+
+def test_a_part_of_a_large_dataset_is_measured(small_context, monkeypatch, caplog, tmp_path):
+    monkeypatch.setattr("trl_qurl.trainers.prompts.MEASURED", 12)
+    monkeypatch.setattr("trl_qurl.trainers.prompts.BATCH", 5)
+    grpo(tmp_path, data=Dataset.from_dict({"prompt": [*["ab"] * 12, "a" * 20]}))
+    assert "Only the first 12 of 13 prompts of train_dataset were measured" in caplog.text
+    with pytest.raises(ValueError, match=r"train_dataset\[11\] of 20 tokens"):
+        grpo(tmp_path, data=Dataset.from_dict({"prompt": [*["ab"] * 11, "a" * 20]}))
+
+
+def tokenizer_that_adds(single: str) -> PreTrainedTokenizerFast:
+    """The tiny tokenizer, which surrounds each text `$A` with special tokens, and a template for chats."""
+    tokenizer = tiny_tokenizer(["<pad>", "<eos>", "<bos>", *VOCABULARY[2:-1]], bos_token="<bos>")
+    special = [("<eos>", 1), ("<bos>", 2)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=special)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}:{% endif %}"
+    )
+    return tokenizer
+
+
+USER, ASSISTANT = {"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}
+DOUBTFUL = {
+    "an end": ("$A <eos>", "ab", r"end with '<eos>', which the tokenizer adds.*add_eos_token=False"),
+    "an end in the text": ("$A <eos>", "ab<eos>", None),
+    "two starts": ("<bos> $A", "<bos>ab", "begin with two '<bos>': leave the token out of the text"),
+    "one start": ("<bos> $A", "ab", None),
+    "an answer": (
+        "$A",
+        [USER, ASSISTANT],
+        "end with an assistant's turn, after which the chat template opens another",
+    ),
+    "a question": ("$A", [USER, ASSISTANT, USER], None),
+}
+
+
+@pytest.mark.parametrize(("single", "prompt", "message"), DOUBTFUL.values(), ids=DOUBTFUL)
+def test_prompts_that_the_policy_would_not_answer_get_a_warning(
+    single, prompt, message, small_context, caplog, tmp_path
+):
+    plain = "cd" if isinstance(prompt, str) else [USER]
+    data = Dataset.from_dict({"prompt": [*[plain] * 14, prompt, prompt]})
+    first = 0 if single == "$A <eos>" else 14  # the tokenizer ends the plain text, too
+    grpo(tmp_path, data=data, processing_class=tokenizer_that_adds(single))
+    said = [text for text in caplog.messages if "the first of which is" in text]
+    if message is not None:
+        [warning] = said
+        assert re.search(
+            rf"\b{16 - first} prompts, the first of which is train_dataset\[{first}\], {message}", warning
+        )
+    elif single == "$A <eos>":
+        assert "14 prompts" in said[0], "the text that ends with the token means it"
+    else:
+        assert not said
+
+
+@each_trainer
+def test_a_token_beyond_the_embedding_is_refused_if_a_prompt_has_it(cls, tmp_path):
+    tiny_model(vocab_size=98).save_pretrained(tmp_path / "model")
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens([f"<t{number}>" for number in range(9)])
+    given = {"model": str(tmp_path / "model"), "processing_class": tokenizer}
+    with pytest.raises(AssertionError, match=STARTED):  # 106 tokens, of which no prompt has the last eight
+        build(cls, tmp_path, data=Dataset.from_dict({"prompt": ["a<t0>"] * 16}), **given)
+    beyond = Dataset.from_dict({"prompt": [*["ab"] * 15, "a<t1>"]})
+    message = (
+        r"'<t1>', a token of the prompt train_dataset\[15\], has the number 98, .* 98 rows: .*resize_token_embeddings"
+    )
+    with pytest.raises(ValueError, match=message):
+        build(cls, tmp_path, data=beyond, **given)
+    tokenizer.add_special_tokens({"pad_token": "<t8>"})
+    with pytest.raises(ValueError, match="'<t8>', the tokenizer's padding token, has the number 105.* 98 rows"):
+        build(cls, tmp_path, **given)
+
+
+@each_trainer
+def test_a_policy_that_nothing_trains_is_refused(cls, tmp_path):
+    policy = tiny_model()
+    policy.save_pretrained(tmp_path / "model")
+    lora = LoraConfig(r=4, target_modules=["q_proj"])
+    get_peft_model(policy, lora).save_pretrained(tmp_path / "adapter")
+
+    def base():
+        return AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+
+    for settings in ({}, {"beta": 0.1}):
+        args = settings_of(cls, tmp_path, **settings)
+        frozen = PeftModel.from_pretrained(base(), tmp_path / "adapter")
+        with pytest.raises(ValueError, match="The policy has no trainable parameter.*is_trainable=True"):
+            build(cls, tmp_path, model=frozen, args=args)
+        trained = PeftModel.from_pretrained(base(), tmp_path / "adapter", is_trainable=True)
+        with pytest.raises(AssertionError, match=STARTED):
+            build(cls, tmp_path, model=trained, args=args)
+    merged = PeftModel.from_pretrained(base(), tmp_path / "adapter").merge_and_unload()
+    with pytest.raises(ValueError, match="The policy has no trainable parameter.*requires_grad_.*merge_and_unload"):
+        build(cls, tmp_path, model=merged)
+    inference = LoraConfig(r=4, target_modules=["q_proj"], inference_mode=True)
+    with pytest.raises(ValueError, match="The policy has no trainable parameter.*inference_mode=False"):
+        build(cls, tmp_path, model=base(), peft_config=inference)
+
+
+@each_trainer
+def test_a_reward_function_whose_column_is_removed_is_refused(cls, tmp_path):
+    def graded(completions, solution, **kwargs):
+        return [0.0] * len(completions)
+
+    args = settings_of(cls, tmp_path, remove_unused_columns=True)
+    message = r"'graded' \(missing a required argument: 'solution'\).*remove_unused_columns=True removes solution"
+    with pytest.raises(TypeError, match=message):
+        build(cls, tmp_path, function=graded, args=args)
+    with pytest.raises(AssertionError, match=STARTED):
+        grpo(tmp_path, args=settings_of(QuRLGRPOTrainer, tmp_path, remove_unused_columns=True))
 
 
 def test_prompts_that_leave_too_little_context_get_a_warning(small_context, caplog, tmp_path):
@@ -249,3 +398,32 @@ def test_a_run_on_a_cpu_that_is_too_short_is_not_compiled(cls, tmp_path, monkeyp
     assert eager(max_steps=1, vllm_engine_kwargs={"enforce_eager": False}) is False
     monkeypatch.setattr("trl_qurl.trainers.arguments.gpu_capability", lambda: (9, 0))
     assert eager(max_steps=1) == "vLLM's default"
+
+
+class Begun(Exception):
+    """Raised when training begins, before the first rollout."""
+
+
+class EndsAtOnce(TrainerCallback):
+    def on_train_begin(self, *args, **kwargs):
+        raise Begun
+
+
+@each_trainer
+def test_an_optimizer_without_the_policys_parameters_is_refused(cls, small_context, tmp_path, caplog):
+    tiny_model().save_pretrained(tmp_path / "model")
+    policy = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+
+    def train(parameters):
+        optimizer = torch.optim.AdamW(parameters, lr=1e-3)
+        build(cls, tmp_path, model=policy, optimizers=(optimizer, None), callbacks=[EndsAtOnce()]).train()
+
+    with pytest.raises(ValueError, match="The optimizer holds 0 of the policy's 26 trainable tensors .such as model"):
+        train(tiny_model().parameters())
+    caplog.clear()
+    with pytest.raises(Begun):
+        train(list(policy.parameters()))
+    assert "The optimizer holds" not in caplog.text
+    with pytest.raises(Begun):
+        train(list(policy.parameters())[1:])
+    assert "holds 25 of the policy's 26 trainable tensors. The others keep their values (such as model." in caplog.text

@@ -18,7 +18,7 @@ from trl.experimental.sdpo import SDPOConfig
 
 from trl_qurl import QuRLGRPOConfig, QuRLPPOConfig, QuRLRLOOConfig
 from trl_qurl.config import CLIPPED_LOSS_TYPES, TAKEN_ENGINE_ARGUMENTS, QuantizedRolloutsConfig
-from trl_qurl.config.checks import check_types
+from trl_qurl.config.checks import UNFOLLOWED, check_types
 from trl_qurl.objective import OBJECTIVES
 from trl_qurl.quantization.formats import TOKEN_CACHES
 
@@ -218,6 +218,10 @@ REFUSED = [
             rf"vllm_engine_kwargs sets '{argument}', but that is governed by .*\. Remove it\.",
         )
         for argument in TAKEN_ENGINE_ARGUMENTS
+    ),
+    *(
+        ({"vllm_engine_kwargs": {argument: None}}, rf"vllm_engine_kwargs sets '{argument}', but .*\. Remove it\.")
+        for argument in UNFOLLOWED
     ),
 ]
 

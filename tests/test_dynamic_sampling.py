@@ -10,11 +10,12 @@ from accelerate import Accelerator
 from accelerate.logging import MultiProcessAdapter
 from datasets import Dataset
 from made_up_policy import ROWS, MadeUpPolicy, tells_apart
+from support.building import build, reward, settings_of
 from support.training import metrics_by_step
 
-from trl_qurl import QuRLGRPOConfig, QuRLPPOConfig
+from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer, QuRLPPOConfig
 from trl_qurl.trainers.arguments import check_arguments
-from trl_qurl.trainers.dynamic_sampling import PromptStream, informative, prompt_digest, weighted_sum
+from trl_qurl.trainers.dynamic_sampling import PromptStream, TriedRows, informative, row_digest, weighted_sum
 
 NAN = math.nan
 GROUP_SIZE = 3
@@ -109,7 +110,7 @@ def test_a_data_set_that_runs_out_ends_the_rounds(accelerator):
 
 def test_a_prompt_that_was_made_but_not_needed_comes_again(accelerator):
     policy, filled = fill(accelerator, batch_of(0, 1, 3, 4, 5))
-    order = [row["number"] for row, _ in PromptStream(ROWS, seed=0).draw(60, set())]
+    order = [row["number"] for row, _ in PromptStream(ROWS, seed=0).draw(60, tried_rows([]))]
     drawn = policy.sampler.prompts.drawn
     assert order[drawn - 1] in group_numbers(filled), "the next batch does not go on after the last one needed"
     replaced = [number for number in order[:drawn] if number % 3 == 0 and number not in (0, 3)]
@@ -153,9 +154,13 @@ def test_the_weighted_sum_is_trls():
     torch.testing.assert_close(weighted_sum(rewards, torch.tensor([0.5, 3.0])), expected, equal_nan=True)
 
 
+def tried_rows(rows):
+    return TriedRows(ROWS[0].keys(), map(row_digest, rows))
+
+
 def test_a_stream_goes_on_where_it_was_left():
     def draw_twice(stream):
-        return [[row["number"] for row, _ in stream.draw(45, set())] for _ in range(2)]
+        return [[row["number"] for row, _ in stream.draw(45, tried_rows([]))] for _ in range(2)]
 
     first, second = draw_twice(PromptStream(ROWS, seed=7))
     assert draw_twice(PromptStream(ROWS, seed=7, drawn=45))[0] == second
@@ -165,10 +170,42 @@ def test_a_stream_goes_on_where_it_was_left():
 
 
 def test_a_stream_leaves_out_what_was_tried():
-    tried = {prompt_digest(row) for row in ROWS if row["number"] >= 5}
+    tried = tried_rows(row for row in ROWS if row["number"] >= 5)
     stream = PromptStream(ROWS, seed=0)
     assert sorted(row["number"] for row, _ in stream.draw(10, tried)) == [0, 1, 2, 3, 4]
     assert stream.draw(1, tried) == [], "what was drawn counts as tried"
+
+
+def test_rows_that_share_a_prompt_are_other_questions(accelerator):
+    """Games: the levels differ, the prompt does not; and some rows are equal in all columns."""
+    levels = [{"prompt": "Play.", "number": number} for number in range(12)] + [{"prompt": "Play.", "number": 3}] * 2
+    policy = MadeUpPolicy(accelerator, GROUP_SIZE, PromptStream(levels, seed=0))
+    batch = [levels[number] for number in (1, 2, 3) for _ in range(GROUP_SIZE)]
+    filled = policy.fill(batch)
+    assert filled.metrics["dynamic_sampling/filled_share"] == 1
+    assert all(number % 3 == 0 for number in group_numbers(filled))
+    tried = tried_rows([levels[1], levels[3]])
+    left = [row["number"] for row, _ in PromptStream(levels, seed=0).draw(99, tried)]
+    assert sorted(left) == [0, 2, 3, 3, *range(4, 12)], "a row of the batch stands for one of those that are equal"
+
+
+def test_columns_that_trl_removes_tell_no_rows_apart():
+    tried = TriedRows({"prompt"}, [row_digest({"prompt": row["prompt"]}) for row in ROWS[5:]])
+    drawn = PromptStream(ROWS, seed=0).draw(10, tried)
+    assert sorted(row["prompt"] for row, _ in drawn) == [f"question {number}" for number in range(5)]
+    assert all(row.keys() == {"prompt"} for row, _ in drawn), "reward functions get the same columns for all rows"
+
+
+def test_the_reward_weights_of_now_decide(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "trl_qurl.rollout.backend.QuantizedVLLMGeneration._init_vllm", lambda self: vars(self).update(context=64)
+    )
+    args = settings_of(QuRLGRPOTrainer, tmp_path, dynamic_sampling=True, reward_weights=[1.0, 0.0])
+    trainer = build(QuRLGRPOTrainer, tmp_path, function=[len_reward, reward], args=args)
+    rewards = torch.tensor([[1.0, 5.0]])
+    assert trainer._sampler.judge(rewards).tolist() == [1.0]
+    trainer.reward_weights = torch.tensor([0.0, 2.0])  # as a callback does
+    assert trainer._sampler.judge(rewards).tolist() == [10.0]
 
 
 def arguments(**changed):

@@ -273,7 +273,7 @@ def test_prompts_and_completions_longer_than_the_context(train, tmp_path):
     lines = ['{"question": "1 + 1?", "answer": "2"}', json.dumps({"question": "word " * 100, "answer": "2"})]
     (tmp_path / "long.jsonl").write_text("\n".join(lines * 16))
     message = train("--dataset", tmp_path / "long.jsonl", "--max_completion_length", 8)
-    assert re.match(r"The prompt in row 2 of .*long\.jsonl has \d{3} tokens, which fill the context of 128 ", message)
+    assert re.match(r"The prompt in row 2 of .*long\.jsonl of \d{3} tokens fills the context of 128 ", message)
     message = train("--dataset", tmp_path / "long.jsonl", "--vllm_max_model_length", 64)
     assert message.startswith(
         "--max_completion_length allows 64 tokens, which fill the context of 64 (--vllm_max_model_l"

@@ -1,21 +1,27 @@
 """The trainer's loss is the paper's: against the reference functions, TRL's own loss, and counts by hand."""
 
+import dataclasses
 import math
+import re
 
 import pytest
 import torch
+from peft import LoHaConfig, LoKrConfig, LoraConfig, OFTConfig, get_peft_model
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from reference_loss import reference_loss
 from support import losses
 from support.losses import CAP, EPSILON_HIGH, EPSILON_LOW, ROWS, give_invalid_logps, gradients, logps_of, our_loss
 from tiny import tiny_model, tiny_tokenizer
 from trl import GRPOTrainer
 
-from trl_qurl import QuRLGRPOTrainer
+from trl_qurl import QuRLGRPOTrainer, QuRLPPOTrainer
 from trl_qurl.config import CLIPPED_LOSS_TYPES
 from trl_qurl.objective import OBJECTIVES
 from trl_qurl.rollout.mismatch import mismatch_metrics, mismatch_sums
-from trl_qurl.trainers.grpo import has_dropout
+from trl_qurl.trainers.arguments import MERGED
+from trl_qurl.trainers.grpo import has_dropout, noise_settings
 from trl_qurl.trainers.guard import MismatchGuard
+from trl_qurl.trainers.learning import LearningWatch
 
 # One trainer, with a real engine, in one process: an engine cannot be started twice in a process.
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("trainer")]
@@ -75,6 +81,13 @@ def test_rewards_that_are_no_numbers_name_their_function(returned, trainer, monk
 
     monkeypatch.setattr(trainer, "reward_funcs", [broken])
     with pytest.raises(TypeError, match="of the function's own"):
+        trainer._generate_and_score_completions(rows)
+
+    def graded(completions, answer, **kwargs):  # a stream's columns are known only now
+        return [0.0] * len(completions)
+
+    monkeypatch.setattr(trainer, "reward_funcs", [graded])
+    with pytest.raises(TypeError, match=r"cannot call a reward function .*'answer'.*remove_unused_columns=True"):
         trainer._generate_and_score_completions(rows)
 
 
@@ -278,15 +291,54 @@ def test_dropout_is_found_in_modules_and_in_the_configuration(trainer, monkeypat
     assert has_dropout(trainer.model)
     monkeypatch.setattr(trainer.model.dropped, "p", 0.0)
     assert not has_dropout(trainer.model)
-    for name, found in (("classifier_dropout", False), ("hidden_dropout", True), ("router_jitter_noise", True)):
+    for name, value, found in (
+        ("classifier_dropout", 0.1, False),
+        ("hidden_dropout", 0.1, True),
+        ("router_jitter_noise", 0.1, True),
+        ("encoder_layerdrop", 0.1, True),
+        ("vision_config", {"drop_path_rate": 0.1}, True),
+        ("vision_config", {"drop_path_rate": 0.0}, False),
+    ):
         with monkeypatch.context() as patch:
-            patch.setattr(trainer.model.config, name, 0.1, raising=False)
+            patch.setattr(trainer.model.config, name, value, raising=False)
             assert has_dropout(trainer.model) is found, name
     assert trainer._scores_in_update is False  # several updates
     one_update_per_rollout(trainer, monkeypatch)
     assert trainer._scores_in_update
     monkeypatch.setattr(trainer.args, "neftune_noise_alpha", 5.0)
     assert not trainer._scores_in_update, "the rollout would be scored with noise"
+
+
+WHERE = {"target_modules": ["q_proj"]}
+
+
+@pytest.mark.parametrize(
+    ("adapter", "found"),
+    [
+        (LoHaConfig(rank_dropout=0.5, **WHERE), True),
+        (LoHaConfig(module_dropout=0.5, **WHERE), True),
+        (LoKrConfig(rank_dropout=0.5, **WHERE), True),
+        (LoKrConfig(module_dropout=0.5, **WHERE), True),
+        (LoKrConfig(rank_dropout_scale=True, **WHERE), False),
+        (OFTConfig(module_dropout=0.5, **WHERE), True),
+        (LoraConfig(lora_dropout=0.5, **WHERE), True),
+        (LoraConfig(**WHERE), False),
+    ],
+)
+def test_dropout_of_adapters_is_found(adapter, found):
+    assert has_dropout(get_peft_model(tiny_model(), adapter)) is found
+
+
+def test_dropout_of_every_adapter_that_merges_is_found():
+    settings = [
+        (config, field.name)
+        for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()
+        for field in dataclasses.fields(config)
+        if kind.value in MERGED.split() and "dropout" in field.name and field.name != "rank_dropout_scale"
+    ]
+    assert len(settings) > 8
+    for config, name in settings:
+        assert noise_settings({name: 0.1}) == [name], config.__name__
 
 
 class OwnLoss(QuRLGRPOTrainer):
@@ -450,3 +502,116 @@ def test_a_rollout_function_without_log_probabilities_says_what_to_return(is_one
     monkeypatch.setattr(trainer, "rollout_func", rollout_func)
     with pytest.raises(ValueError, match=r"rollout_func returned logprobs=None.*return a list for each completion"):
         trainer.training_step(trainer.model, ROWS, None)
+
+
+RETURNED = {
+    "a number per token": ([[-1.0, -2.0]], True),
+    "a list per token, as vLLM gives": ([[[-1.0], [-2.0]]], True),
+    "several per token": ([[[-1.0, -3.0], [-2.0, -3.0]]], False),
+    "one for all tokens": ([-1.0], False),
+    "too few": ([[-1.0]], False),
+    "texts": ([["a", "b"]], False),
+}
+
+
+@pytest.mark.parametrize(("logprobs", "is_right"), RETURNED.values(), ids=RETURNED)
+def test_log_probabilities_of_a_rollout_function(logprobs, is_right, trainer, monkeypatch):
+    def rollout_func(prompts, trainer):
+        ids = [[5, 6]] * len(prompts)
+        return {"prompt_ids": ids, "completion_ids": ids, "logprobs": logprobs * len(prompts)}
+
+    monkeypatch.setattr(trainer, "rollout_func", rollout_func)
+    if is_right:
+        assert trainer._generate(["ab", "cd"])[4] == [[-1.0, -2.0]] * 2
+    else:
+        with pytest.raises(ValueError, match="rollout_func must return, as logprobs, .* of its completion_ids"):
+            trainer._generate(["ab", "cd"])
+
+
+@pytest.fixture
+def watch(trainer, monkeypatch):
+    watch = LearningWatch()
+    watch.trainer = trainer
+    monkeypatch.setattr(trainer, "_learning", watch)
+    return watch
+
+
+def said(caplog):
+    return [text for text in caplog.messages if "learn" in text]
+
+
+def test_rollouts_without_a_signal_are_told_of_once(watch, trainer, caplog):
+    for rollout in range(5):
+        rollout_of(trainer)  # its reward is 0 for every answer
+        assert len(said(caplog)) == (rollout >= 2)
+    watch.on_train_end()
+    first, last = said(caplog)
+    cause = "100% of the answers were cut off at max_completion_length=8, raise it"
+    assert f"Nothing to learn from 3 rollouts in a row: {cause}." in first
+    assert f"The policy has learned nothing: {cause}." in last
+
+
+def rollout(reward=0.0, alike=1.0, cut=0.0, std=0.4):
+    row = {"reward": reward, "reward_std": std, "frac_reward_zero_std": alike}
+    return row | {"completions/clipped_ratio": cut}
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (
+            rollout(reward=1.0),
+            "all answers to a question earned the same reward, 1 on average, choose harder questions",
+        ),
+        (rollout(reward=-1.0), "all answers to a question earned the same reward, -1 on average"),
+        (rollout(reward=math.nan, alike=0.0), "no reward function returned a number"),
+        (rollout(), r"no answer earned a reward, read some .log_completions=True."),
+        (rollout(cut=1.0, alike=0.0), "100% of the answers were cut off"),
+    ],
+)
+def test_the_cause_is_named(row, reason, watch, trainer, monkeypatch, caplog):
+    monkeypatch.setattr(trainer.args, "mask_truncated_completions", True)  # with it, what is cut off teaches nothing
+    for _ in range(3):
+        watch.observe(row)
+    [text] = said(caplog)
+    assert re.search(f"Nothing to learn from 3 rollouts in a row: {reason}", text)
+
+
+def test_a_run_that_learns_is_not_warned_of(watch, trainer, monkeypatch, caplog):
+    some = rollout(alike=0.97)
+    for row in [rollout(), rollout(), some] * 2 + [rollout()]:
+        watch.observe(row)
+    watch.on_train_end()
+    assert said(caplog) == []
+    monkeypatch.setattr(trainer, "_learns_within_groups", QuRLPPOTrainer._learns_within_groups)
+    for _ in range(4):
+        watch.observe(rollout())  # a critic also learns from rewards that differ between questions
+    assert said(caplog) == []
+    for _ in range(4):
+        watch.observe(rollout(std=0.0))
+    assert len(said(caplog)) == 1
+
+
+def test_updates_that_change_no_weight_are_told_of_once(trainer, monkeypatch, caplog):
+    """Rates that move a weight by less than its digits, as with weights in 16 bits. Last: it changes the trainer."""
+    monkeypatch.setattr(trainer, "reward_funcs", [lambda completions, **kwargs: list(map(float, range(16)))])
+    for name, value in {
+        "max_steps": 14,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "lr_scheduler_type": "constant",
+    }.items():
+        monkeypatch.setattr(trainer.args, name, value)
+
+    def train(rate):
+        caplog.clear()
+        trainer.optimizer = trainer.lr_scheduler = None
+        trainer.args.learning_rate = rate
+        trainer._step, trainer._buffered_inputs = 0, None
+        trainer.train()
+        return [text for text in caplog.messages if "changed no weight" in text]
+
+    assert train(0.0) == [], "a rate of 0, as in warmup, is meant"
+    [text] = train(1e-50)
+    assert re.search(r"updates of steps \d+ to \d+ changed no weight .* rate is 1e-50 and grad_norm \d", text)
+    assert train(1e-3) == []

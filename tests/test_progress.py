@@ -14,7 +14,7 @@ import pytest
 from transformers import DefaultFlowCallback, PrinterCallback, ProgressCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler
 
-from trl_qurl import QuRLGRPOConfig, QuRLPPOConfig
+from trl_qurl import QuRLGRPOConfig
 from trl_qurl.lab import live, progress
 from trl_qurl.lab.live import live_line, step_line
 from trl_qurl.lab.progress import StepLineCallback, use_step_lines
@@ -130,56 +130,6 @@ def test_it_replaces_the_printer_of_transformers(before, after):
     use_step_lines(trainer)
     use_step_lines(trainer)
     assert [type(callback) for callback in handler.callbacks] == [DefaultFlowCallback, after]
-
-
-def watch(rows, tmp_path, config=QuRLGRPOConfig):
-    """Log rows of rollouts, then end."""
-    args = config(str(tmp_path), use_cpu=True, bf16=False, max_completion_length=16)
-    callback, state = StepLineCallback(), TrainerState(max_steps=9, is_world_process_zero=True)
-    callback.on_train_begin(args, state, TrainerControl())
-    for row in rows:
-        callback.on_log(args, state, TrainerControl(), logs=row)
-    callback.on_train_end(args, state, TrainerControl())
-
-
-def said(caplog):
-    """Our own messages, without those of transformers."""
-    return [record.getMessage() for record in caplog.records if record.name.startswith("trl_qurl")]
-
-
-def rollout(reward=0.0, alike=1.0, cut=0.0):
-    row = {"reward": reward, "reward_std": 0.4, "loss": 0.0}
-    return row | {"frac_reward_zero_std": alike, "completions/clipped_ratio": cut}
-
-
-@pytest.mark.parametrize(
-    ("row", "reason"),
-    [
-        (rollout(cut=1.0), "100% of the answers were cut off at max_completion_length=16, raise it"),
-        (rollout(reward=1.0), "all answers to a question earned the same, 1 on average, choose harder questions"),
-        (rollout(), r"no answer earned a reward, read some from `trl-qurl eval`; accuracy_reward wants a \boxed{}"),
-    ],
-)
-def test_a_run_with_nothing_to_learn_from_says_why(row, reason, tmp_path, caplog):
-    watch([row, {"loss": 0.0}] * 5, tmp_path)
-    started, ended = said(caplog)
-    assert started == f"Nothing to learn from 3 rollouts in a row: {reason}."
-    assert ended == f"The policy has learned nothing: {reason}."
-
-
-def test_a_run_that_learns_is_not_warned_of(tmp_path, caplog):
-    some = rollout(alike=0.97)
-    watch([rollout(), rollout(), some] * 2, tmp_path)
-    assert said(caplog) == []
-    watch([some, rollout(), rollout(), rollout(), rollout()], tmp_path)
-    assert len(said(caplog)) == 1, "one warning, and at the end there was something"
-
-
-def test_a_critic_learns_from_questions_that_differ(tmp_path, caplog):
-    watch([rollout()] * 4, tmp_path, config=QuRLPPOConfig)
-    assert said(caplog) == []
-    watch([rollout() | {"reward_std": 0.0}] * 4, tmp_path, config=QuRLPPOConfig)
-    assert len(said(caplog)) == 2
 
 
 def watch_engine(answers, seconds, monkeypatch, limit=100, is_first=True):

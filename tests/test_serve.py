@@ -215,6 +215,17 @@ def test_a_cache_whose_scales_no_sync_makes_is_refused(start):
         launch.check_options([*f"{start}{accepted}".split(), "--enforce-eager"])
 
 
+@pytest.mark.parametrize(
+    "option", ["--logits-processors=ban:Ban", "--speculative-config={}", "--generation-config=vllm"]
+)
+def test_what_a_trainer_cannot_score_is_refused(option, model, capsys):
+    assert cli.main(["serve", str(model), option]) == 2
+    said = capsys.readouterr()
+    name = option.removeprefix("--").partition("=")[0].replace("-", "_")
+    assert re.search(f"trl-qurl serve sets '{name}', but .*Remove it", said.err.replace("\n", " "))
+    assert "Quantizing" not in said.out, "something was begun first"
+
+
 def test_what_a_user_sets_is_not_set_again(cpu):
     command = launch.server_command(str(cpu), "127.0.0.1", 8000, ["--max-logprobs=40"])
     assert [part for part in command if part.startswith("--max-logprobs")] == ["--max-logprobs=40"]

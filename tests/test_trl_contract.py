@@ -585,7 +585,7 @@ def test_engine_arguments_are_those_the_config_reserves():
     [call] = calls(body_of(GENERATION, "VLLMGeneration._init_vllm"), "LLM")
     keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
     assert not call.args and None not in keywords, "TRL builds vllm.LLM with more than keywords: see build_engine."
-    ours = {"worker_extension_cls", "enable_lora", "max_lora_rank"}
+    ours = {"quantization_config", "worker_extension_cls", "enable_lora", "max_lora_rank"}
     assert keywords.keys() == TAKEN_ENGINE_ARGUMENTS.keys() - ours | {"seed"}, "see config.TAKEN_ENGINE_ARGUMENTS"
     expected = {
         "max_num_batched_tokens": "4096",  # as the docstring of the config says

@@ -135,3 +135,26 @@ def test_a_policy_from_memory_needs_a_value_model(tmp_path):
     message = "value_model=None cannot load the critic from it: save the policy"
     with pytest.raises(ValueError, match=re.escape(message)):
         build_trainer(QuRLPPOTrainer, tmp_path)
+
+
+def test_a_critic_that_nothing_trains_is_refused(tmp_path):
+    from peft import LoraConfig
+
+    frozen = tiny_classifier()
+    frozen.requires_grad_(False)
+    with pytest.raises(ValueError, match="The critic .value_model. has no trainable parameter.*requires_grad_"):
+        build(frozen)
+    with pytest.raises(ValueError, match="The critic .value_model. has no trainable parameter.*inference_mode=False"):
+        build(save_tiny(tmp_path), LoraConfig(r=4, target_modules=["q_proj"], inference_mode=True))
+
+
+def test_a_critic_without_tokens_that_the_policy_samples_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("trl_qurl.rollout.backend.QuantizedVLLMGeneration._init_vllm", start_no_engine)
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens([f"<t{number}>" for number in range(9)])
+    smaller = tiny_classifier(vocab_size=len(tokenizer) - 1)
+    given = {"processing_class": tokenizer, "value_model": smaller}
+    with pytest.raises(ValueError, match=f"critic's embedding has only {len(tokenizer) - 1} rows.*resize_token_embed"):
+        build_trainer(QuRLPPOTrainer, tmp_path, model=tiny_model(vocab_size=200), **given)
+    with pytest.raises(AssertionError):  # the policy cannot sample more, either
+        build_trainer(QuRLPPOTrainer, tmp_path, model=tiny_model(vocab_size=len(tokenizer) - 1), **given)

@@ -32,6 +32,7 @@ def run(args: argparse.Namespace) -> int:
     require_key()  # before imports that take many seconds
     from transformers import AutoConfig
 
+    from trl_qurl.config.checks import check_engine_arguments
     from trl_qurl.quantization.plan import read_formats, schemes_of
     from trl_qurl.rollout.engine import launch
     from trl_qurl.rollout.engine.hardware import check_cpu_build, kernel_environment
@@ -39,6 +40,7 @@ def run(args: argparse.Namespace) -> int:
     launch.require_vllm()
     launch.check_options(args.extra_args)
     options = launch.values_of(args.extra_args)
+    check_engine_arguments(options, "trl-qurl serve")
     formats = read_formats(args.scheme, "--scheme")
     schemes = schemes_of(formats)
     environment = kernel_environment(*schemes)

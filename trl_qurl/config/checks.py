@@ -25,6 +25,33 @@ REFUSED = {
 }
 """Parameters that `generation_kwargs` must not set, and why."""
 
+DISTRIBUTION = "it changes the distribution that tokens are sampled from, and the trainer computes another one"
+DRAFTS = (
+    "no sync updates a draft model, and the log-probabilities of its tokens were never compared with the trainer's"
+)
+ENDS = "the trainer's settings decide how tokens are sampled, and model.generation_config.eos_token_id where they end"
+UNFOLLOWED = {
+    "logits_processors": DISTRIBUTION,
+    "logits_processor_pattern": DISTRIBUTION,
+    "watermark_config": DISTRIBUTION,
+    "diffusion_config": DISTRIBUTION,
+    "speculative_config": DRAFTS,
+    "spec_method": DRAFTS,
+    "spec_model": DRAFTS,
+    "spec_tokens": DRAFTS,
+    "generation_config": ENDS,
+    "override_generation_config": ENDS,
+    "skip_tokenizer_init": "the engine would not know the token that ends a completion",
+}
+"""Arguments of vLLM's engine that make it sample what the trainer cannot score, and why."""
+
+
+def check_engine_arguments(names: Collection[str], source: str) -> None:
+    """Raise `ValueError` for arguments of an engine, from this source, that the trainer cannot follow."""
+    for name in UNFOLLOWED:
+        if name in names:
+            raise ValueError(f"{source} sets {name!r}, but {UNFOLLOWED[name]}. Remove it.")
+
 
 def check_choice(config: object, name: str, choices: Collection[Any], condition: str = "") -> None:
     """Raise `ValueError` if a setting is not in `choices`; the message lists them and suggests the closest match."""

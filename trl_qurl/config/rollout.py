@@ -8,7 +8,7 @@ from typing import Any
 
 from trl import GRPOConfig, RLOOConfig
 
-from trl_qurl.config.checks import check_choice, check_number, check_sampling, check_types
+from trl_qurl.config.checks import check_choice, check_engine_arguments, check_number, check_sampling, check_types
 from trl_qurl.config.help import with_help
 from trl_qurl.quantization.checkpoint import check_quantizer
 from trl_qurl.quantization.formats import EXAMPLE, SCHEMES, UNQUANTIZED, check_kv_cache
@@ -26,6 +26,7 @@ TAKEN_ENGINE_ARGUMENTS = {
     "max_num_batched_tokens": "TRL, which fixes it at 4096",
     "logprobs_mode": "trl-qurl (the importance ratio needs 'processed_logprobs')",
     "quantization": "rollout_quantization",
+    "quantization_config": "rollout_quantization",
     "trust_remote_code": "trust_remote_code",
     "enable_lora": "weight_sync",
     "max_lora_rank": "peft_config",
@@ -251,4 +252,5 @@ class QuantizedRolloutsConfig:
         for argument in engine_kwargs.keys() & TAKEN_ENGINE_ARGUMENTS.keys():
             owner = TAKEN_ENGINE_ARGUMENTS[argument]
             raise ValueError(f"vllm_engine_kwargs sets {argument!r}, but that is governed by {owner}. Remove it.")
+        check_engine_arguments(engine_kwargs, "vllm_engine_kwargs")
         check_kv_cache(engine_kwargs.get("kv_cache_dtype", "auto"), "kv_cache_dtype of vllm_engine_kwargs")

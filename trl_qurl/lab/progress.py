@@ -6,7 +6,6 @@ There is no progress bar: each line has the time left. All metrics are still in 
 
 from __future__ import annotations
 
-import logging
 import math
 import sys
 import time
@@ -19,10 +18,6 @@ from trl_qurl.config.rollout import QuantizedRolloutsConfig
 from trl_qurl.lab.live import CLEAR, step_line
 from trl_qurl.quantization.plan import format_name
 
-logger = logging.getLogger(__name__)
-
-PATIENCE = 3  # rows of rollouts
-
 
 class StepLineCallback(TrainerCallback):
     """Callback that prints one line per logged row, in the first process only."""
@@ -31,8 +26,6 @@ class StepLineCallback(TrainerCallback):
     _started = 0.0
     _first_step = 0
     _widths: Mapping[str, int] = {}
-    _alike, _reason = 0, ""  # latest rows of rollouts with nothing to learn from, and why
-    _has_learned = False
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Print the plan of the run and start the clock."""
@@ -49,18 +42,6 @@ class StepLineCallback(TrainerCallback):
             step_s = (time.monotonic() - self._started) / done if done >= max(1, updates) else None
             line = step_line(logs, state.global_step, state.max_steps, step_s, self._widths)
             print(CLEAR * sys.stdout.isatty() + line, flush=True)
-            if "frac_reward_zero_std" in logs:
-                # A critic also learns from rewards that differ between questions.
-                differs = logs["frac_reward_zero_std"] < 1 if args.num_generations > 1 else logs["reward_std"] > 0
-                self._has_learned |= differs
-                self._alike, self._reason = (0, "") if differs else (self._alike + 1, _why_alike(args, logs))
-                if self._alike == PATIENCE:
-                    logger.warning("Nothing to learn from %d rollouts in a row: %s.", PATIENCE, self._reason)
-
-    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Say so if no rollout taught the policy anything."""
-        if self._alike and not self._has_learned:
-            logger.warning("The policy has learned nothing: %s.", self._reason)
 
 
 def use_step_lines(trainer: Trainer) -> None:
@@ -75,14 +56,6 @@ def use_step_lines(trainer: Trainer) -> None:
         if type(callback) in (ProgressCallback, PrinterCallback):  # leave the user's subclasses alone
             trainer.remove_callback(callback)
             trainer.add_callback(StepLineCallback())
-
-
-def _why_alike(args: Any, logs: Mapping[str, float]) -> str:
-    if (cut := logs.get("completions/clipped_ratio", 0.0)) > 0.5:
-        return f"{cut:.0%} of the answers were cut off at max_completion_length={args.max_completion_length}, raise it"
-    if (reward := logs["reward"]) > 0:
-        return f"all answers to a question earned the same, {reward:.3g} on average, choose harder questions"
-    return "no answer earned a reward, read some from `trl-qurl eval`; accuracy_reward wants a \\boxed{}"
 
 
 def _plan(args: Any, steps: int) -> str:

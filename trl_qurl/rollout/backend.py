@@ -30,6 +30,7 @@ from trl_qurl.rollout.engine.randomness import EngineNoise
 from trl_qurl.rollout.engine.served import ServedEngine
 from trl_qurl.rollout.images import as_plain, check_seen
 from trl_qurl.rollout.preparation import RolloutSettings, choose_adapter, choose_route, prepare_weights
+from trl_qurl.rollout.prompts import check_room, check_tokens
 from trl_qurl.rollout.recovery import raise_everywhere, recover
 from trl_qurl.rollout.routes import ROUTES, Route, stream_metadata
 from trl_qurl.rollout.substitution import substitute
@@ -229,21 +230,17 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         self.current.used_engine, self.current.behavior_logps = True, output[2]
         return output
 
-    def check_room(self, prompts: list[list[int]]) -> None:
+    def _check_prompts(self, prompts: list[list[int]], has_images: bool) -> None:
         """Raise `ValueError` in all processes if a prompt of one fills the context; warn if completions end early."""
-        longest, limit = max(gather_object([max(map(len, prompts), default=0)])), self.max_completion_length or 1
-        context = f"the context of {self.context} tokens (vllm_max_model_length; of a server, --max-model-len)"
-        if not all(prompts):
-            raise ValueError("A prompt has no tokens, so there is nothing to continue: remove it from the dataset.")
-        if longest >= self.context:
-            raise ValueError(f"A prompt of {longest} tokens fills {context}: enlarge it, or remove long prompts.")
-        if longest + limit > self.context:
-            early = f"Long prompts end completions before max_completion_length={limit}"
-            logger.warning_once(f"{early}, because both share {context}.")
+        longest = max(gather_object([max(map(len, prompts), default=0)]))
+        check_room(longest, self.context, self.max_completion_length or 1)
+        if not has_images:  # their placeholders may be no tokens of the model
+            for prompt in prompts:
+                check_tokens(prompt, self.model.config.get_text_config().vocab_size, self.processing_class)
 
     def _sample(self, prompts: list[list[int]], images: list | None, num_generations: int, **kwargs: Any) -> tuple:
         expands = images is not None and not self.rollout.is_served
-        self.check_room(prompts)
+        self._check_prompts(prompts, images is not None)
         plain = [as_plain(prompt, self.current.plain_prompts) for prompt in prompts] if expands else prompts
         try:
             with self._noise_of_generation():

@@ -66,6 +66,7 @@ class WeightSync:
     def __post_init__(self) -> None:
         self.version = "none"
         self._sent: Any = None  # the step and the fingerprint of the weights that were sent last
+        self.unchanged_since = 0  # step of the first sync that sent the same weights as the last
         self._run = uuid.uuid4().hex[:8]
         self._count = 0
         self._probe_limit: float | None = None  # set by the first check
@@ -108,7 +109,7 @@ class WeightSync:
         raise_everywhere(verify, route.is_served)
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()  # the engine has streams of its own, and seconds should include its copies
-        self._sent = (self.global_step(), self._fingerprint(cost))
+        self._remember(self.global_step(), self._fingerprint(cost))
         cost.sync_s += time.perf_counter() - started
         cost.quantize_s += stream.source_s
         cost.check_s += stream.digest_s
@@ -117,6 +118,18 @@ class WeightSync:
             started = time.perf_counter()
             cost.metrics |= self._check_probe()
             cost.check_s += time.perf_counter() - started
+
+    def _remember(self, step: int, sent: Fingerprint) -> None:
+        # Without version counters: an optimizer with a learning rate of 0 counts one up as well.
+        is_later = self._sent is not None and step >= self._sent[0]  # another training starts at 0 again
+        is_unchanged = is_later and sent[1:] == self._sent[1][1:]
+        self.unchanged_since = self.unchanged_since if is_unchanged else step
+        self._sent = (step, sent)
+
+    def unchanged_steps(self) -> range:
+        """Return the optimizer steps before the last sync that have changed no weight since an earlier one."""
+        last = self.unchanged_since if self._sent is None else self._sent[0]
+        return range(self.unchanged_since + 1, last + 1)
 
     def loaded_step(self, cost: RolloutCost) -> int:
         """Return the current step if the policy has the weights that were sent last. A collective operation."""

@@ -24,6 +24,7 @@ from trl_qurl.rollout.preparation import RolloutSettings
 
 # What TRL passes to every reward function by name, before the dataset's columns.
 REWARD_KEYWORDS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+KEPT = ("prompt", "image", "images")  # columns that remove_unused_columns=True leaves
 NOT_PASSED = ("prompt", "completion", "completion_ids")  # columns that TRL does not pass
 MERGED = "BOFT C3A DELORA FOURIERFT GRALORA HRA IA3 LOHA LOKR LORA MISS OFT PSOFT SHIRA WAVEFT"  # exactly
 ONLY_TOKENS = ("alora_invocation_tokens", "trainable_token_indices")  # settings of adapters for some tokens
@@ -133,23 +134,13 @@ def columns_of(dataset: Any) -> list[str] | None:
     return getattr(dataset, "column_names", None)
 
 
-def check_prompts(trainer: Any) -> None:
-    """Check that the engine can continue the shortest and longest prompts of each dataset, by characters."""
-    if trainer._is_vlm or any(vars(trainer).get(name) for name in ("environment_factories", "rollout_func")):
-        return  # what the engine will continue is not known yet
-    evaluation = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"": trainer.eval_dataset}
-    for data in (trainer.train_dataset, *evaluation.values()):
-        if isinstance(data, Dataset) and len(data) and data.format["type"] is None:
-            prompts = sorted(data["prompt"], key=lambda prompt: len(str(prompt)))
-            trainer.vllm_generation.check_room(trainer._tokenize_prompts([prompts[0], *prompts[-4:]])[0])
-
-
 def check_reward(function: Any, args: Any, arguments: Mapping[str, Any]) -> None:
     """Raise `TypeError` for a reward function that TRL cannot call; models pass."""
     if isinstance(function, nn.Module) or not callable(function):
         return
-    columns = [] if args.remove_unused_columns else columns_of(arguments.get("train_dataset")) or []
-    names = [*REWARD_KEYWORDS, *(name for name in columns if name not in NOT_PASSED)]
+    columns = columns_of(arguments.get("train_dataset")) or []
+    kept = [name for name in columns if name in KEPT] if args.remove_unused_columns else columns
+    names = [*REWARD_KEYWORDS, *(name for name in kept if name not in NOT_PASSED)]
     names += ["environments"] if arguments.get("environment_factory") is not None else []
     signature = inspect.signature(function, follow_wrapped=False)  # a wrapper may take other arguments, or add some
     # Streams, rollout functions and environments may pass more names, so unfilled parameters are not errors.
@@ -159,7 +150,11 @@ def check_reward(function: Any, args: Any, arguments: Mapping[str, Any]) -> None
     except TypeError as error:
         name = getattr(function, "__name__", type(function).__name__)
         problem = f"TRL cannot call the reward function {name!r} ({error}): it passes {', '.join(names)} by name"
-        raise TypeError(f"{problem}. Accept the ones you need, and **kwargs for the rest.") from None
+        way = "Accept the ones you need, and **kwargs for the rest"
+        if len(kept) < len(columns):
+            removed = ", ".join(name for name in columns if name not in kept)
+            way = f"remove_unused_columns=True removes {removed}: set it to False. {way}"
+        raise TypeError(f"{problem}. {way}.") from None
 
 
 def check_adapter(model: Any, peft_config: Any) -> None:

@@ -33,6 +33,7 @@ from trl.trainer.utils import create_model_from_path, disable_dropout_in_model, 
 from trl_qurl.config import QuRLPPOConfig
 from trl_qurl.quantization.checkpoint_form import whole
 from trl_qurl.quantization.storage import new_directory
+from trl_qurl.trainers.learning import check_trainable
 from trl_qurl.trainers.resuming import check_loaded, load_policy
 
 if TYPE_CHECKING:
@@ -200,7 +201,19 @@ def build_value_model(
         if not isinstance(excluded, str):
             peft_config.exclude_modules = [*(excluded or ()), *HEAD_NAMES]
         model = get_peft_model(model, peft_config)
+    check_trainable(model, "The critic (value_model)")
     return model
+
+
+def check_critic_vocabulary(critic: Any, policy: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise `ValueError` if the policy can sample a token of the tokenizer that is not in the critic's embedding."""
+    critic_rows, policy_rows = (model.config.get_text_config().vocab_size for model in (critic, policy))
+    if critic_rows < min(policy_rows, len(tokenizer)):
+        raise ValueError(
+            f"The policy knows {policy_rows} tokens, of which the tokenizer uses {len(tokenizer)}, but the "
+            f"critic's embedding has only {critic_rows} rows: save the resized policy and pass its path as "
+            "value_model, or call value_model.resize_token_embeddings(len(tokenizer))."
+        )
 
 
 def check_same_tokens(tokenizer: PreTrainedTokenizerBase, source: str, init_kwargs: Mapping[str, Any]) -> None:

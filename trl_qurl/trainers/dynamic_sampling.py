@@ -8,8 +8,10 @@ import functools
 import hashlib
 import json
 import math
+import re
 import traceback
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -21,33 +23,61 @@ from accelerate.utils import gather_object
 
 logger = get_logger(__name__)  # logs in the main process only
 
+CALL = re.compile(r"\(\) (missing|got an unexpected|takes) ")  # what Python says of arguments that do not fit
 MAX_ROUNDS = 10  # of generation for one batch, including the first: verl's limit for DAPO
 
 
 @dataclass
 class PromptStream:
-    """The dataset's prompts, reshuffled every epoch in an order that all processes share."""
+    """The dataset's rows, reshuffled every epoch in an order that all processes share."""
 
     dataset: Any
     seed: int
-    drawn: int = 0  # prompts drawn so far; set it to continue after them
+    drawn: int = 0  # rows drawn so far; set it to continue after them
 
-    def draw(self, count: int, tried: set[str]) -> list[tuple[dict[str, Any], int]]:
-        """Draw `count` prompts that are not in `tried`, or fewer if none are left, and add them to it.
+    def draw(self, count: int, tried: "TriedRows") -> list[tuple[dict[str, Any], int]]:
+        """Draw `count` rows that were not tried, or fewer if none are left, and add them to `tried`.
 
-        Returns rows of the dataset, each with the number of prompts drawn so far, including it.
+        Returns rows of the dataset, each with the number of rows drawn so far, including it.
         """
-        prompts: list[tuple[dict[str, Any], int]] = []
+        rows: list[tuple[dict[str, Any], int]] = []
         for _ in range(2 * len(self.dataset)):  # the rest of this epoch plus one full epoch
-            if len(prompts) == count:
+            if len(rows) == count:
                 break
             epoch, position = divmod(self.drawn, len(self.dataset))
-            row = self.dataset[int(epoch_order(len(self.dataset), self.seed, epoch)[position])]
+            index = int(epoch_order(len(self.dataset), self.seed, epoch)[position])
             self.drawn += 1
-            if (digest := prompt_digest(row)) not in tried:
-                tried.add(digest)
-                prompts.append((row, self.drawn))
-        return prompts
+            if index in tried.indices:
+                continue
+            tried.indices.add(index)
+            row = {name: value for name, value in self.dataset[index].items() if name in tried.columns}
+            if not tried.is_in_batch(row):
+                rows.append((row, self.drawn))
+        return rows
+
+
+class TriedRows:
+    """The rows of the dataset that a batch has used up: by their index, and those it began with by all columns.
+
+    TRL passes rows without their index. A row of the batch stands for one row of the dataset: of several that are
+    equal in all columns, the others can still be drawn.
+
+    Args:
+        columns: Of the batch's rows, without those that `remove_unused_columns` removes.
+        digests: Of the batch's rows, each once.
+    """
+
+    def __init__(self, columns: Collection[str], digests: Iterable[str]) -> None:
+        self.columns = columns
+        self.indices: set[int] = set()
+        self._batch = Counter(digests)
+
+    def is_in_batch(self, row: dict[str, Any]) -> bool:
+        """Return whether a row is one that the batch began with, which then counts as found."""
+        digest = row_digest(row)
+        is_found = self._batch[digest] > 0
+        self._batch[digest] -= is_found
+        return is_found
 
 
 @functools.lru_cache(maxsize=1)  # `draw` reads one order many times
@@ -56,9 +86,9 @@ def epoch_order(size: int, seed: int, epoch: int) -> torch.Tensor:
     return torch.randperm(size, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
 
 
-def prompt_digest(row: dict[str, Any]) -> str:
-    """Return a short hash of a row's prompt that processes can exchange."""
-    return hashlib.blake2b(json.dumps(row["prompt"], default=str).encode(), digest_size=8).hexdigest()
+def row_digest(row: dict[str, Any]) -> str:
+    """Return a short hash of all columns of a row."""
+    return hashlib.blake2b(json.dumps(row, default=str).encode(), digest_size=8).hexdigest()
 
 
 class Sample(NamedTuple):
@@ -103,7 +133,8 @@ class DynamicSampler:
         rounds = [sample_batch(rows, trainer)]
         batch = Batch(list(rounds[0].samples), rounds[0].rewards.clone())
         useful = self._useful(batch)  # (groups,)
-        tried = {digest for part in gather_object([[prompt_digest(row) for row in rows]]) for digest in part}
+        digests = gather_object([row_digest(row) for row in rows])  # of all completions, in order
+        tried = TriedRows(rows[0].keys(), digests[:: self.group_size])
         while len(rounds) < MAX_ROUNDS and not useful.all():
             open_slots = (~useful).nonzero().flatten().tolist()
             share = torch.cat([self._useful(each) for each in rounds]).double().mean().item()
@@ -141,7 +172,7 @@ class DynamicSampler:
     def _useful(self, batch: Batch) -> torch.Tensor:
         return informative(self.judge(batch.rewards), self.group_size)
 
-    def _draw(self, missing: int, share: float, groups: int, tried: set[str]) -> list[tuple[dict[str, Any], int]]:
+    def _draw(self, missing: int, share: float, groups: int, tried: TriedRows) -> list[tuple[dict[str, Any], int]]:
         """Draw prompts for the next round: enough if the share of useful groups stays as it is, at most a batch."""
         count = min(groups, math.ceil(missing / max(share, 1 / 8)))  # a smaller share is not a reliable estimate
         step = self.accelerator.num_processes // math.gcd(self.accelerator.num_processes, self.group_size)
@@ -198,5 +229,9 @@ def named_rewards(names: list[str]) -> Iterator[None]:
     except (RuntimeError, TypeError, ValueError) as error:
         if traceback.extract_tb(error.__traceback__)[-1].name != "_calculate_rewards":
             raise
+        if isinstance(error, TypeError) and CALL.search(str(error)):
+            problem = f"TRL cannot call a reward function ({error}): it passes the columns of the dataset by name"
+            way = "Accept the ones there are, and **kwargs for the rest"
+            raise TypeError(f"{problem}, and with remove_unused_columns=True none. {way}.") from error
         text = f"Rewards ({', '.join(names)}) must be a number, or None, per completion: {error}."
         raise ValueError(text) from error

@@ -23,6 +23,7 @@ from trl_qurl.quantization.storage import set_dtype
 from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.ahead import AheadVLLMGeneration
 from trl_qurl.rollout.backend import QuantizedVLLMGeneration
+from trl_qurl.rollout.prompts import check_special_tokens
 from trl_qurl.rollout.recovery import raise_everywhere
 from trl_qurl.rollout.substitution import substitute
 from trl_qurl.trainers.arguments import (
@@ -38,6 +39,7 @@ from trl_qurl.trainers.callbacks import (
     TrainerAwareCallback,
     UpdateAwareQuantizationCallback,
 )
+from trl_qurl.trainers.learning import LearningWatch, check_trainable
 from trl_qurl.trainers.model_card import add_rollouts, quantized_card
 from trl_qurl.trainers.resuming import (
     check_complete,
@@ -103,7 +105,9 @@ class QuantizedEngineMixin(TRLTrainer):
         run_log = RunLogCallback({"updates_per_rollout": args.updates_per_rollout, "algorithm": self._algorithm})
         self._run_log = run_log
         uaq = [UpdateAwareQuantizationCallback(args.uaq_scale)] if applies_uaq(args, arguments) else []
-        arguments["callbacks"] = [*uaq, self._step_timer, self._saving, run_log, *(arguments.get("callbacks") or [])]
+        self._learning = LearningWatch()
+        ours = [*uaq, self._step_timer, self._saving, run_log, self._learning]
+        arguments["callbacks"] = [*ours, *(arguments.get("callbacks") or [])]
         # vLLM freezes the garbage collector, so a reference cycle through the trainer would keep its engine.
         trainer = weakref.proxy(self)
         generation = functools.partial(
@@ -112,7 +116,12 @@ class QuantizedEngineMixin(TRLTrainer):
             global_step=lambda: trainer.state.global_step,
             prompts=lambda: trainer._first_prompts(),
         )
-        with substitute(self._generation_module, "VLLMGeneration", generation):
+
+        def start(**settings: Any) -> QuantizedVLLMGeneration:
+            trainer._before_start()
+            return generation(**settings)
+
+        with substitute(self._generation_module, "VLLMGeneration", start):
             super().__init__(**arguments)
         for callback in self.callback_handler.callbacks:
             self._set_trainer(callback)
@@ -167,6 +176,12 @@ class QuantizedEngineMixin(TRLTrainer):
         check_adapter(model, arguments.get("peft_config"))
         directory = Path(args.output_dir or ".")
         raise_everywhere(lambda: check_unused(directory) if args.process_index == 0 else None)
+
+    def _before_start(self) -> None:
+        """Check the model, the tokenizer and the data, which TRL has loaded by now. The engine starts next."""
+        check_trainable(self.model, "The policy")
+        tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)  # of a processor
+        check_special_tokens(tokenizer, self.model.config.get_text_config().vocab_size)
 
     def _first_prompts(self) -> list[list[int]]:
         """Return the tokens of a few prompts, to which smoothing is fitted before the engine starts, or none."""

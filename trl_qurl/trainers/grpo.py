@@ -6,7 +6,9 @@ update: TRL's loss makes the only forward pass, and these inputs are added to it
 """
 
 import functools
-from collections.abc import Callable
+import weakref
+from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 import torch
@@ -21,6 +23,8 @@ from trl_qurl.trainers.dynamic_sampling import DynamicSampler, PromptStream, wei
 from trl_qurl.trainers.model_card import QURL
 from trl_qurl.trainers.rollouts import GroupRolloutsMixin
 from trl_qurl.trainers.scoring import cap_of
+
+OF_OTHER_HEADS = ("classifier", "summary", "seq_classif", "qa_")  # dropout that a causal model does not have
 
 
 class QuRLGRPOTrainer(GroupRolloutsMixin, GRPOTrainer):
@@ -58,7 +62,11 @@ class QuRLGRPOTrainer(GroupRolloutsMixin, GRPOTrainer):
             self.vllm_importance_sampling_mode, self.vllm_importance_sampling_clip_min = "token_truncate", None
             self.vllm_importance_sampling_clip_max = cap_of(self.args)
         if self.args.dynamic_sampling:
-            judge: Callable = functools.partial(weighted_sum, weights=self.reward_weights)
+            trainer = weakref.proxy(self)  # a callback may replace the weights
+
+            def judge(rewards: torch.Tensor) -> torch.Tensor:
+                return weighted_sum(rewards, trainer.reward_weights)
+
             if self.args.dynamic_sampling_reward is not None:
                 index = self.reward_func_names.index(self.args.dynamic_sampling_reward)
                 judge = functools.partial(torch.select, dim=1, index=index)
@@ -84,7 +92,10 @@ class QuRLGRPOTrainer(GroupRolloutsMixin, GRPOTrainer):
         if generated[4] is None and self.args.vllm_importance_sampling_correction:
             way = "return a list for each completion (the third result of trainer.vllm_generation.generate)"
             raise ValueError(f"rollout_func returned logprobs=None, but the objective needs them: {way}.")
-        return (*generated[:4], None if generated[4] is None else valid_logps(generated[4]), *generated[5:])
+        logps = generated[4]
+        if logps is not None and self.rollout_func is not None:
+            logps = returned_logps(logps, generated[1])
+        return (*generated[:4], None if logps is None else valid_logps(logps), *generated[5:])
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self._rollout.generated is None:
@@ -113,9 +124,50 @@ class QuRLGRPOTrainer(GroupRolloutsMixin, GRPOTrainer):
             self._sampler.prompts.drawn = state["prompts_drawn"]
 
 
+def returned_logps(logprobs: Any, completion_ids: list[list[int]]) -> list[list[float | None]]:
+    """Return what a `rollout_func` gave as `logprobs`, one number per token of each completion.
+
+    vLLM, and with it `trainer.vllm_generation.generate`, gives a list per token, of the sampled token's alone.
+    """
+    error = ValueError(
+        "rollout_func must return, as logprobs, a list per completion with a number for each of its completion_ids, "
+        "the log-probability of the sampled token (or a list of that one number, as in the third result of "
+        "trainer.vllm_generation.generate)."
+    )
+    if not isinstance(logprobs, list | tuple) or len(logprobs) != len(completion_ids):
+        raise error
+    completions = []
+    for given, ids in zip(logprobs, completion_ids, strict=True):
+        if not isinstance(given, list | tuple) or len(given) != len(ids):
+            raise error
+        logps = [token[0] if isinstance(token, list | tuple) and len(token) == 1 else token for token in given]
+        if not all(logp is None or isinstance(logp, Real) for logp in logps):
+            raise error
+        completions.append(logps)
+    return completions
+
+
 def has_dropout(model: Any) -> bool:
-    """Return whether a model in train mode computes with dropout, or a router with noise."""
-    config = model.config.get_text_config().to_dict()
-    names = [name for name in config if ("drop" in name or "jitter" in name) and not name.startswith("classifier")]
-    is_set = any(config[name] for name in names)
+    """Return whether a model in train mode computes with dropout, or a router with noise.
+
+    Settings are looked for in the model's config, with those of its parts, and in the configs of its adapters: many
+    modules, as those of LoHa and LoKr, draw masks without a `nn.Dropout`.
+    """
+    adapters = getattr(model, "peft_config", None) or {}  # of PEFT, or of transformers with adapters
+    settings = [model.config.to_dict(), *(vars(config) for config in adapters.values())]
+    is_set = any(noise_settings(each) for each in settings)
     return is_set or any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
+
+
+def noise_settings(config: Mapping[str, Any]) -> list[str]:
+    """Return the names of the settings of a config, and of the configs inside it, that turn dropout or noise on."""
+    names = []
+    for name, value in config.items():
+        if isinstance(value, Mapping) and name.endswith("config"):  # of a vision tower, for example
+            names += noise_settings(value)
+        # Not a switch, such as `rank_dropout_scale`: the numbers beside it decide.
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        is_noise = "drop" in name or "jitter" in name
+        if is_noise and is_number and value > 0 and not name.startswith(OF_OTHER_HEADS):
+            names.append(name)
+    return names

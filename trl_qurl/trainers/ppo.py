@@ -18,7 +18,7 @@ from trl_qurl.advantages import (
     whiten,
 )
 from trl_qurl.config import QuRLPPOConfig
-from trl_qurl.trainers.critic import CRITIC_DIRECTORY, Critic, load_critic_model
+from trl_qurl.trainers.critic import CRITIC_DIRECTORY, Critic, check_critic_vocabulary, load_critic_model
 from trl_qurl.trainers.dynamic_sampling import weighted_sum
 from trl_qurl.trainers.grpo import QuRLGRPOTrainer
 from trl_qurl.trainers.scoring import learned_tokens
@@ -44,6 +44,7 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
     _config_class = QuRLPPOConfig
     _algorithm = "PPO"
     _tag_names = ["trl", "ppo", "qurl"]
+    _learns_within_groups = False
 
     def __init__(
         self,
@@ -65,6 +66,10 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
         models = arguments["model"], self._value_model
         tokenizer = arguments.get("processing_class")
         self._value_model = load_critic_model(args, *models, tokenizer, self._value_peft_config)
+
+    def _before_start(self) -> None:
+        super()._before_start()
+        check_critic_vocabulary(self._value_model, self.model, self._tokenizer)
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         batch = super()._generate_and_score_completions(inputs)

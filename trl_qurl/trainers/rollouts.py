@@ -1,6 +1,7 @@
 """Rollouts in groups, scored by forward passes of the trainer: the mismatch, its guard, checkpoints and `ahead`."""
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,10 +17,12 @@ from trl_qurl.rollout.ahead import AheadVLLMGeneration, UpcomingRows
 from trl_qurl.rollout.backend import RolloutContext, Tokens
 from trl_qurl.rollout.images import plain_prompts
 from trl_qurl.rollout.mismatch import MismatchTally
-from trl_qurl.trainers.arguments import check_arguments, check_prompts
+from trl_qurl.rollout.prompts import check_room
+from trl_qurl.trainers.arguments import check_arguments
 from trl_qurl.trainers.dynamic_sampling import named_rewards
 from trl_qurl.trainers.engine import QuantizedEngineMixin
 from trl_qurl.trainers.guard import MismatchGuard
+from trl_qurl.trainers.prompts import LongestPrompt, measure_prompts
 from trl_qurl.trainers.reference import load_reference, save_reference, warn_of_another_reference
 from trl_qurl.trainers.saving import load_rollout_state, save_rollout_state, skip_epochs
 from trl_qurl.trainers.scoring import ScoringPass, cap_of, learned_tokens, loss_metrics
@@ -37,16 +40,18 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
     """
 
     _smooths_by_loss = False
+    _learns_within_groups = True  # from rewards that differ within a group, else also from those between groups
     _train_sampler: RepeatSampler | None = None
     _buffered_inputs: Any  # TRL's batches of the current rollout
     _pass: ScoringPass | None = None  # inside `_watch_pass`
     _upcoming_rows: UpcomingRows | None = None
+    _longest_prompt: LongestPrompt
 
     def __init__(
         self, model: Any, reward_funcs: Any = None, args: Any = None, *positional: Any, **kwargs: Any
     ) -> None:
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
-        check_prompts(self)
+        self._check_room(self.vllm_generation.context)
         self._mismatch = MismatchTally(self.accelerator)
         self._guard = MismatchGuard(self.args)
         self.add_callback(self._guard)
@@ -56,6 +61,19 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
     def _before_engine(self, args: Any, arguments: dict[str, Any]) -> None:
         super()._before_engine(args, arguments)
         check_arguments(args, arguments)
+
+    def _before_start(self) -> None:
+        super()._before_start()
+        self._longest_prompt = measure_prompts(self)
+        if self.args.vllm_mode == "colocate" and self.args.vllm_max_model_length:
+            self._check_room(self.args.vllm_max_model_length)
+
+    def _check_room(self, context: int) -> None:
+        """Raise `ValueError` if a prompt of the datasets fills a context of this many tokens."""
+        longest = self._longest_prompt
+        if longest.tokens == 0:  # no prompt is known yet
+            return
+        check_room(longest.tokens, context, self.max_completion_length or 1, f"The prompt {longest.name}")
 
     @property
     def _rollout(self) -> RolloutContext:
@@ -85,7 +103,16 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
         if "old_per_token_logps" in batch and "sampling_per_token_logps" in batch:
             self._tally(batch, batch["old_per_token_logps"])
             self._record_mismatch()
+        if self._mode == "train":
+            self._learning.observe({name: values[-1] for name, values in self._metrics["train"].items() if values})
         return batch
+
+    def _has_signal(self, metrics: dict[str, float]) -> bool:
+        """Return whether a rollout with these metrics has rewards to learn from."""
+        if metrics.get("completions/clipped_ratio") == 1 and vars(self.args).get("mask_truncated_completions"):
+            return False
+        differs = metrics["frac_reward_zero_std"] < 1 if self._learns_within_groups else metrics["reward_std"] > 0
+        return differs and not math.isnan(metrics["reward"])
 
     def _missing_logps(self, proximal_logps: torch.Tensor | None) -> Batch:
         """Return log-probabilities that TRL's trainer leaves out of its batch; it may have scored in advance."""

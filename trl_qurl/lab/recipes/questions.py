@@ -23,6 +23,7 @@ from trl_qurl.lab.packages import require
 from trl_qurl.lab.recipes.arguments import parse
 from trl_qurl.lab.recipes.rewards import GRADING, load_rewards, punishments
 from trl_qurl.lab.runs import read_run
+from trl_qurl.rollout.prompts import check_room
 from trl_qurl.trainers.run_log import RUN_LOG
 
 if TYPE_CHECKING:
@@ -280,12 +281,14 @@ def check_prompts(prompts: Sequence[Any], source: str, training_args: Any, model
     settings = PretrainedConfig.get_config_dict(name, revision=revision)[0]
     model_context = settings.get("text_config", settings).get("max_position_embeddings")
     context = training_args.vllm_max_model_length or model_context or sys.maxsize
-    problem = f"tokens, which fill the context of {context} (--vllm_max_model_length, or the model's)"
+    setting = "--vllm_max_model_length, or the model's"
     if (limit := training_args.max_completion_length or 0) >= context:
-        raise ValueError(f"--max_completion_length allows {limit} {problem}: use {context // 2}, for example.")
+        problem = f"--max_completion_length allows {limit} tokens, which fill the context of {context} ({setting})"
+        raise ValueError(f"{problem}: use {context // 2}, for example.")
     template = training_args.chat_template_kwargs or {}
     for row, prompt in enumerate(prompts, start=1):
         # A token has at least one byte, and a template adds less than a thousand tokens.
         is_short = len(str(prompt).encode()) + 1000 < context
-        if not is_short and (length := len(encode_prompt(tokenizer, prompt, **template))) >= context:
-            raise ValueError(f"The prompt in row {row} of {source} has {length} {problem}: shorten or remove it.")
+        if not is_short:
+            length = len(encode_prompt(tokenizer, prompt, **template))
+            check_room(length, context, 0, f"The prompt in row {row} of {source}", setting)
