@@ -1,6 +1,5 @@
 """A real server that tests break while trainers use it."""
 
-import os
 import signal
 import threading
 import time
@@ -9,6 +8,7 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import requests
 from conftest import Server, free_port
 from datasets import Dataset
@@ -89,12 +89,18 @@ class Deployment:
         self.end.start()
 
     def lose_engine(self) -> None:
-        """Stop only the engine's process, and kill it a second later, as the system does when memory is short."""
-        names = {process: Path(f"/proc/{process}/cmdline").read_text() for process in self.server.survivors()}
-        [engine] = [process for process, name in names.items() if "EngineCore" in name]
-        os.kill(engine, signal.SIGSTOP)
-        self.end = threading.Timer(1.0, os.kill, [engine, signal.SIGKILL])
+        """Stop what is behind the HTTP server, and kill it a second later, as the system does when memory is short."""
+        processes = [psutil.Process(number) for number in self.server.survivors()]
+        large = [process for process in processes if process.memory_info().rss > 10**8]  # stand-ins are small
+        behind = [process for process in large if not self._listens(process)]
+        assert behind and len(large) > len(behind)
+        for process in behind:
+            process.suspend()
+        self.end = threading.Timer(1.0, lambda: [process.kill() for process in behind])
         self.end.start()
+
+    def _listens(self, process: psutil.Process) -> bool:
+        return any(connection.laddr.port == self.port for connection in process.net_connections())
 
     def lose_and_wait(self) -> None:
         """Kill the server, and return when another one answers in its place."""
