@@ -86,13 +86,24 @@ def append_row(path: Path, row: dict[str, Any]) -> None:
 
 
 def end_log(path: Path) -> None:
-    """Let other runs use the output directory, if this process began the log."""
+    """Let other runs use the output directory, if this process began the log.
+
+    Args:
+        path: The log file.
+    """
     if path in _locks:
         os.close(_locks.pop(path))
 
 
 def check_unused(directory: Path) -> None:
-    """Raise `RuntimeError` if another run is training with this output directory."""
+    """Check an output directory before the slow start of a run.
+
+    Args:
+        directory: The output directory, which may not exist yet.
+
+    Raises:
+        RuntimeError: Another run is training with it.
+    """
     if directory.is_dir():
         os.close(_lock(directory, fcntl.LOCK_SH))
 
