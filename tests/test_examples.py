@@ -92,9 +92,9 @@ def test_the_code_of_the_readme_trains(hub, warm_python, tmp_path):
     [block] = blocks(ROOT / "README.md", "python")
     changed = {"max_steps": 1, **{name: SETTINGS[name] for name in SETTINGS if name not in ("report_to", "uaq_scale")}}
     settings = ", ".join(f"{name}={value!r}" for name, value in (ON_CPU | changed).items())
-    given = "steps_per_generation=16,\n        gradient_accumulation_steps=4"
+    given = "steps_per_generation=16,\n        gradient_accumulation_steps=4,\n        max_completion_length=512,"
     assert given in block.code
-    completed(warm_python, "-c", block.code.replace(given, settings), cwd=tmp_path, VLLM_LOGGING_LEVEL="ERROR")
+    completed(warm_python, "-c", block.code.replace(given, f"{settings},"), cwd=tmp_path, VLLM_LOGGING_LEVEL="ERROR")
     assert (tmp_path / "policy" / "checkpoint-1" / "trainer_state.json").exists()
 
 

@@ -546,9 +546,9 @@ def test_rollouts_without_a_signal_are_told_of_once(watch, trainer, caplog):
         assert len(said(caplog)) == (rollout >= 2)
     watch.on_train_end()
     first, last = said(caplog)
-    cause = "100% of the answers were cut off at max_completion_length=8, raise it"
-    assert f"Nothing to learn from 3 rollouts in a row: {cause}." in first
-    assert f"The policy has learned nothing: {cause}." in last
+    cause = "% of the answers were cut off at max_completion_length=8, raise it."
+    assert "Nothing to learn from 3 rollouts in a row: " in first and cause in first
+    assert "The policy has learned nothing: " in last and cause in last
 
 
 def rollout(reward=0.0, alike=1.0, cut=0.0, std=0.4):

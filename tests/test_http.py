@@ -30,7 +30,8 @@ def faulty(fault, limit=30.0):
                 return self.send(200, START[path])
             self.close_connection = True
             for part in [fault] if isinstance(fault, bytes) else fault():
-                self.wfile.write(part)
+                # Else the client's next request would race with the end of this connection.
+                self.wfile.write(part.replace(b"\r\n", b"\r\nConnection: close\r\n", 1))
 
     with serving(Handler) as url:
         client = ServedEngine(base_url=url, request_timeout=limit)

@@ -26,6 +26,7 @@ class SavingTrainer(QuantizedEngineMixin, Trainer):
     _prepare_inputs = Trainer._prepare_inputs
     compute_loss = Trainer.compute_loss
     _save_checkpoint = Trainer._save_checkpoint
+    train = Trainer.train
 
 
 def main(directory: Path, state_dict_type: str) -> None:

@@ -60,7 +60,7 @@ def parse_task(spec: str) -> tuple[str, str, str | None, str]:
         name, source = spec.split(":")[0].split("/")[-1].split(".")[0], spec
     if not name or not source:
         raise ValueError(f"The task {spec!r} is not of the form name=source: {ALLOWED}.")
-    is_file = source.lower().removesuffix(".gz").endswith(SUFFIXES) or is_local(source)
+    is_file = source.lower().removesuffix(".gz").endswith(SUFFIXES) or (":" not in source and is_local(source))
     if is_file and source not in SOURCES:
         return name, source, None, ""
     path, *parts = SOURCES.get(source, source).split(":")

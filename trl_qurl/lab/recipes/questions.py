@@ -23,7 +23,6 @@ from trl_qurl.lab.packages import require
 from trl_qurl.lab.recipes.arguments import parse
 from trl_qurl.lab.recipes.rewards import GRADING, load_rewards, punishments
 from trl_qurl.lab.runs import read_run
-from trl_qurl.rollout.prompts import check_room
 from trl_qurl.trainers.run_log import RUN_LOG
 
 if TYPE_CHECKING:
@@ -270,6 +269,7 @@ def check_prompts(prompts: Sequence[Any], source: str, training_args: Any, model
     from transformers import AutoTokenizer, PretrainedConfig
 
     from trl_qurl.lab.evaluation.tasks import encode_prompt
+    from trl_qurl.rollout.prompts import check_room
 
     name, revision = model_args.model_name_or_path, model_args.model_revision
     tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
