@@ -160,14 +160,20 @@ class QuantizedEngineMixin(TRLTrainer):
         best = Path(self.state.best_model_checkpoint)
         if self.is_fsdp_enabled or self.is_deepspeed_enabled or not load_policy(self.model, best):
             super()._load_best_model()
+        self._check_policy(best)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is None or self.is_deepspeed_enabled:  # ZeRO's checkpoints hold other tensors
+        if checkpoint is not None:
+            self._check_policy(Path(checkpoint))
+
+    def _check_policy(self, checkpoint: Path) -> None:
+        """Raise `RuntimeError` unless the policy is the checkpoint's."""
+        if self.is_deepspeed_enabled:  # ZeRO's checkpoints hold other tensors
             return
         policy = self.accelerator.unwrap_model(self.model)
         is_reader = self.is_world_process_zero()
-        raise_everywhere(lambda: check_loaded("policy", policy, Path(checkpoint), is_reader))
+        raise_everywhere(lambda: check_loaded("policy", policy, checkpoint, is_reader))
 
     def _before_engine(self, args: Any, arguments: dict[str, Any]) -> None:
         """Check the constructor's arguments, by TRL's names. What may fail belongs before the engine's slow start."""
