@@ -4,6 +4,7 @@ import pytest
 import torch
 from accelerate import PartialState
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from support.disks import mounted
 from tiny import FAMILIES, MIXTURES, tiny_classifier, tiny_mixture, tiny_model
 from tiny_vision import tiny_vision_model
@@ -15,6 +16,7 @@ from trl_qurl.trainers.resuming import (
     is_complete,
     last_complete_checkpoint,
     load_policy,
+    read_whole,
     written_whole,
 )
 
@@ -159,6 +161,20 @@ def test_a_full_disk_leaves_no_checkpoint(tmp_path):
             full.mkdir()
             torch.save({"batches": torch.zeros(100_000)}, full / "rollout_state_0.pt")
         assert not full.exists() and is_complete(disk / "checkpoint-2")
+
+
+def test_a_damaged_file_is_named_by_its_checkpoint(tmp_path):
+    tiny_model().save_pretrained(tmp_path)
+    torch.save({"a": torch.zeros(1000)}, tmp_path / "optimizer.pt")
+    for name in ("model.safetensors", "optimizer.pt"):
+        path = tmp_path / name
+        path.write_bytes(path.read_bytes()[:1000])
+    readers = (lambda: load_file(tmp_path / "model.safetensors"), lambda: torch.load(tmp_path / "optimizer.pt"))
+    for read in readers:
+        with pytest.raises(OSError, match=str(tmp_path)), read_whole(tmp_path):
+            read()
+    with pytest.raises(RuntimeError, match="out of memory"), read_whole(tmp_path):
+        raise RuntimeError("out of memory")
 
 
 def test_another_error_leaves_the_files(tmp_path):

@@ -46,6 +46,7 @@ from trl_qurl.trainers.resuming import (
     check_loaded,
     last_complete_checkpoint,
     load_policy,
+    read_whole,
     written_whole,
 )
 from trl_qurl.trainers.run_log import check_unused
@@ -153,8 +154,10 @@ class QuantizedEngineMixin(TRLTrainer):
         """Add to a checkpoint what a resumed run needs besides transformers' own files."""
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if self.is_fsdp_enabled or not load_policy(self.model, Path(resume_from_checkpoint)):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        checkpoint = Path(resume_from_checkpoint)
+        with read_whole(checkpoint):
+            if self.is_fsdp_enabled or not load_policy(self.model, checkpoint):
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
         best = Path(self.state.best_model_checkpoint)
@@ -163,9 +166,11 @@ class QuantizedEngineMixin(TRLTrainer):
         self._check_policy(best)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None:
-            self._check_policy(Path(checkpoint))
+        if checkpoint is None:
+            return
+        with read_whole(Path(checkpoint)):
+            super()._load_optimizer_and_scheduler(checkpoint)
+        self._check_policy(Path(checkpoint))
 
     def _check_policy(self, checkpoint: Path) -> None:
         """Raise `RuntimeError` unless the policy is the checkpoint's."""

@@ -98,6 +98,20 @@ def written_whole(checkpoint: Path, is_owner: bool) -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def read_whole(checkpoint: Path) -> Iterator[None]:
+    """Read a checkpoint inside the block. Raises `OSError` with the remedy if a file is damaged."""
+    try:
+        yield
+    except (OSError, EOFError, RuntimeError, SafetensorError) as error:
+        if isinstance(error, RuntimeError) and "PytorchStreamReader" not in str(error):
+            raise
+        raise OSError(
+            f"The checkpoint {checkpoint} has a file that cannot be read ({type(error).__name__}: {error}): resume "
+            "from an earlier checkpoint."
+        ) from error
+
+
 def load_policy(model: Any, checkpoint: Path) -> bool:
     """Load what transformers' loader would miss; return whether the policy is loaded.
 
