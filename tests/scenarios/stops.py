@@ -1,6 +1,7 @@
 """Runs that stop and go on, in each case beside the run that never stopped; prints a JSON record of each case."""
 
 import argparse
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,17 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 EVERY_SECOND = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "vllm_max_model_length": 64}
 NOT_REPEATED = ("time/", "step_time", "throughput/", "train_", "sync/probe")
+
+
+class Heard(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
 
 
 def build(out: Path, kind: str, model: Any, settings: dict[str, Any], **given: Any) -> Any:
@@ -115,7 +127,10 @@ def preempted(out: Path) -> dict[str, Any]:
     note.trainer = build(
         out / "only models", "PPO", model, settings | {"enable_jit_checkpoint": False}, callbacks=[note]
     )
+    heard = Heard()
+    logging.getLogger("trl_qurl").addHandler(heard)
     note.trainer.train(resume_from_checkpoint=str(out / "whole" / "checkpoint-2"))
+    said = [text for text in heard.said if "scheduler.pt" in text]
     stored = load_file(out / "whole" / "checkpoint-2" / "critic" / "model.safetensors")
     is_loaded = all(torch.equal(stored[name], note.begun[name]) for name in stored)
     return {
@@ -123,6 +138,7 @@ def preempted(out: Path) -> dict[str, Any]:
         "resumed": rows(resumed)[3:],
         "checkpoints": checkpoints,
         "critic_without_optimizer": is_loaded,
+        "said": said,
     }
 
 

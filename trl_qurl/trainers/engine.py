@@ -47,6 +47,7 @@ from trl_qurl.trainers.resuming import (
     last_complete_checkpoint,
     load_policy,
     read_whole,
+    warn_of_new_optimizer,
     written_whole,
 )
 from trl_qurl.trainers.run_log import check_unused
@@ -170,6 +171,8 @@ class QuantizedEngineMixin(TRLTrainer):
             return
         with read_whole(Path(checkpoint)):
             super()._load_optimizer_and_scheduler(checkpoint)
+        if not (self.is_fsdp_enabled or self.is_deepspeed_enabled):  # which have other files
+            warn_of_new_optimizer(Path(checkpoint))
         self._check_policy(Path(checkpoint))
 
     def _check_policy(self, checkpoint: Path) -> None:

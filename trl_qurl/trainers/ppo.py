@@ -21,6 +21,7 @@ from trl_qurl.config import QuRLPPOConfig
 from trl_qurl.trainers.critic import CRITIC_DIRECTORY, Critic, check_critic_vocabulary, load_critic_model
 from trl_qurl.trainers.dynamic_sampling import weighted_sum
 from trl_qurl.trainers.grpo import QuRLGRPOTrainer
+from trl_qurl.trainers.resuming import read_whole
 from trl_qurl.trainers.scoring import learned_tokens
 
 if TYPE_CHECKING:
@@ -164,7 +165,8 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
-            self.critic.load_state(Path(checkpoint))
+            with read_whole(Path(checkpoint)):
+                self.critic.load_state(Path(checkpoint))
 
     def _load_best_model(self) -> None:
         super()._load_best_model()

@@ -15,6 +15,7 @@ from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -110,6 +111,16 @@ def read_whole(checkpoint: Path) -> Iterator[None]:
             f"The checkpoint {checkpoint} has a file that cannot be read ({type(error).__name__}: {error}): resume "
             "from an earlier checkpoint."
         ) from error
+
+
+def warn_of_new_optimizer(checkpoint: Path) -> None:
+    """Warn if transformers finds no optimizer or schedule, as after `save_only_model`: it begins new ones silently."""
+    missing = [name for name in (OPTIMIZER_NAME, SCHEDULER_NAME) if not (checkpoint / name).is_file()]
+    if missing:
+        logger.warning(
+            f"{checkpoint} has no {' and no '.join(missing)}, as with save_only_model=True: the run goes on with a "
+            "new optimizer, and with the learning rate of a run's beginning."
+        )
 
 
 def load_policy(model: Any, checkpoint: Path) -> bool:

@@ -24,6 +24,7 @@ from trl_qurl.trainers.engine import QuantizedEngineMixin
 from trl_qurl.trainers.guard import MismatchGuard
 from trl_qurl.trainers.prompts import LongestPrompt, measure_prompts
 from trl_qurl.trainers.reference import load_reference, save_reference, warn_of_another_reference
+from trl_qurl.trainers.resuming import read_whole
 from trl_qurl.trainers.saving import load_rollout_state, save_rollout_state, skip_epochs
 from trl_qurl.trainers.scoring import ScoringPass, cap_of, learned_tokens, loss_metrics
 
@@ -282,5 +283,7 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
             if vars(self.args).get("sync_ref_model"):
                 load_reference(self.ref_model, self.accelerator, Path(checkpoint))
             skip_epochs(self._train_sampler, self.state.epoch)  # `self.state` is the checkpoint's by now
-            if state := load_rollout_state(Path(checkpoint), self.accelerator, self.args):
+            with read_whole(Path(checkpoint)):
+                state = load_rollout_state(Path(checkpoint), self.accelerator, self.args)
+            if state is not None:
                 self._load_rollout_state(state)
