@@ -41,9 +41,9 @@ echo "server on $NODE" >> "$LOG"; printf '%s\\n' "$@" > "$LOG.server"
 trap 'echo "server ended" >> "$LOG"; exit 0' TERM
 while :; do sleep 0.05; done""",
     "accelerate": """
+[ -z "${TRAINS_ON-}" ] || trap 'echo "training ended" >> "$LOG"; exit 143' TERM
 echo "rank $SLURM_PROCID on $NODE" >> "$LOG"; printf '%s\\n' "$@" > "$LOG.rank$SLURM_PROCID"
 [ -n "${TRAINS_ON-}" ] || { sleep "${TRAINS_FOR-0.3}"; exit "${STATUS-0}"; }
-trap 'echo "training ended" >> "$LOG"; exit 143' TERM
 while :; do sleep 0.05; done""",
 }
 
@@ -123,6 +123,7 @@ def test_server_and_trainers_find_each_other_and_get_valid_options(start):
 
 def test_a_job_near_its_time_limit_is_requeued_and_resumes(start, tmp_path):
     job = start(TRAINS_ON="yes")
+    job.wait_for("rank 0")
     job.wait_for("rank 1")
     job.process.send_signal(signal.SIGUSR1)
     job.end()
