@@ -165,6 +165,21 @@ def test_a_full_disk_leaves_no_checkpoint(tmp_path):
         assert not full.exists() and is_complete(disk / "checkpoint-2")
 
 
+def test_a_failed_upload_leaves_a_complete_checkpoint(tmp_path):
+    checkpoint = tmp_path / "checkpoint-2"
+    with pytest.raises(ConnectionError, match="the Hub"), written_whole(checkpoint, is_owner=True):
+        complete(checkpoint)
+        raise ConnectionError("the Hub does not answer")
+    assert is_complete(checkpoint)
+
+
+def test_a_checkpoint_that_is_written_again_is_incomplete_until_its_end(tmp_path):
+    checkpoint = tmp_path / "checkpoint-2"
+    complete(checkpoint)
+    with written_whole(checkpoint, is_owner=True):
+        assert not is_complete(checkpoint)
+
+
 def test_a_damaged_file_is_named_by_its_checkpoint(tmp_path):
     tiny_model().save_pretrained(tmp_path)
     torch.save({"a": torch.zeros(1000)}, tmp_path / "optimizer.pt")

@@ -84,11 +84,16 @@ def _step(checkpoint: Path) -> int:
 def written_whole(checkpoint: Path, is_owner: bool) -> Iterator[None]:
     """Write a checkpoint inside the block; if the system refuses, remove it, so that it is not taken for a whole one.
 
-    `is_owner` says whether this process removes it. Raises `OSError` with the remedy.
+    `is_owner` says whether this process removes it. Raises `OSError` with the remedy. A checkpoint that is complete
+    stays, whatever fails afterwards, such as an upload to the Hub.
     """
+    if is_owner:
+        (checkpoint / STATE_FILE).unlink(missing_ok=True)  # of an earlier checkpoint of this step
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
+        if is_complete(checkpoint):
+            raise
         if isinstance(error, RuntimeError) and not any(word in str(error) for word in TORCH_CANNOT_WRITE):
             raise
         if is_owner:
