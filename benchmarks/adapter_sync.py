@@ -1,12 +1,15 @@
-"""What does it save to send only a LoRA adapter, and what does the engine lose by computing with it?
+"""What does it save to send only a LoRA adapter, and what does the engine lose by computing with
+it?
 
-    python benchmarks/adapter_sync.py                            # 190 million parameters: some minutes on two cores
-    python benchmarks/adapter_sync.py --layers 2 --hidden 128 --vocabulary 500 --batches 2 --tokens 8 --repeats 2
+    python benchmarks/adapter_sync.py                            # 190 million parameters: some
+    minutes on two cores python benchmarks/adapter_sync.py --layers 2 --hidden 128 --vocabulary 500
+    --batches 2 --tokens 8 --repeats 2
 
-Two real trainers with real engines on the same random weights, with an adapter of rank 16 on all linear layers, each
-in a separate process, asked in turns: *merged* sends the layers with the adapter merged into them (`weight_sync=
-"stream"`), *adapter* the adapter alone (`weight_sync="adapter"`). Syncs are without checks; seconds, bytes, and the
-seconds of rounding (with gathering) are the trainer's own metrics. Rollouts are those of the engine.
+Two real trainers with real engines on the same random weights, with an adapter of rank 16 on all
+linear layers, each in a separate process, asked in turns: *merged* sends the layers with the
+adapter merged into them (`weight_sync= "stream"`), *adapter* the adapter alone
+(`weight_sync="adapter"`). Syncs are without checks; seconds, bytes, and the seconds of rounding
+(with gathering) are the trainer's own metrics. Rollouts are those of the engine.
 """
 
 import argparse
@@ -36,8 +39,12 @@ TARGET_SECONDS = 0.1
 TARGET_SHARE = 1 / 20  # of the merged sync's bytes
 
 
-def build(way: str, shape: Shape, largest: Load, device: str, scheme: str, rank: int) -> Callable[..., Any]:
-    """A trainer that answers what a sync costs, or how long a batch takes; run in a separate process."""
+def build(
+    way: str, shape: Shape, largest: Load, device: str, scheme: str, rank: int
+) -> Callable[..., Any]:
+    """A trainer that answers what a sync costs, or how long a batch takes; run in a separate
+    process.
+    """
     adapter = LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
     settings = {"rollout_quantization": scheme, "weight_sync": WAYS[way]}
     trainer = build_trainer("int8", shape, largest, device, peft_config=adapter, **settings)
@@ -54,11 +61,16 @@ def build(way: str, shape: Shape, largest: Load, device: str, scheme: str, rank:
             return {"sync_s": cost.sync_s, "quantize_s": cost.quantize_s, "bytes": cost.sent_bytes}
         from vllm import SamplingParams
 
-        prompts = [trainer.processing_class(prompt(largest.prompt, number))["input_ids"] for number in range(batch)]
+        prompts = [
+            trainer.processing_class(prompt(largest.prompt, number))["input_ids"]
+            for number in range(batch)
+        ]
         params = SamplingParams(max_tokens=tokens, temperature=1.0, logprobs=0, ignore_eos=True)
         generation.llm.reset_prefix_cache()
         started = time.perf_counter()
-        generation.llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+        generation.llm.generate(
+            [{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False
+        )
         return time.perf_counter() - started
 
     return answer
@@ -86,7 +98,9 @@ def measure(
                 found[way].append(contestant.ask(batch, tokens))
         for way, taken in found.items():
             rate = batch * tokens / statistics.median(taken[1:])
-            rollouts.append({"way": way, "batch": batch, "seconds": taken[1:], "tokens_per_s": rate})
+            rollouts.append(
+                {"way": way, "batch": batch, "seconds": taken[1:], "tokens_per_s": rate}
+            )
     return cells, rollouts
 
 
@@ -97,14 +111,25 @@ def print_tables(record: dict[str, Any], console: Console) -> None:
         table.add_column(column, justify="right")
     for cell in record["cells"]:
         span = f"{min(cell['seconds']):.3f}-{max(cell['seconds']):.3f}"
-        sizes = (f"{cell['bytes'] / 1e6:.1f}", f"{cell['sync_s']:.3f}", span, f"{cell['quantize_s']:.3f}")
+        sizes = (
+            f"{cell['bytes'] / 1e6:.1f}",
+            f"{cell['sync_s']:.3f}",
+            span,
+            f"{cell['quantize_s']:.3f}",
+        )
         table.add_row(cell["way"], *sizes)
     console.print(table)
     merged, adapter = record["cells"]
     share = adapter["bytes"] / merged["bytes"]
     for goal, met in (
-        (f"{adapter['sync_s']:.3f} s, at most {TARGET_SECONDS}", adapter["sync_s"] <= TARGET_SECONDS),
-        (f"1/{1 / share:.1f} of the bytes, at most 1/{1 / TARGET_SHARE:.0f}", share <= TARGET_SHARE),
+        (
+            f"{adapter['sync_s']:.3f} s, at most {TARGET_SECONDS}",
+            adapter["sync_s"] <= TARGET_SECONDS,
+        ),
+        (
+            f"1/{1 / share:.1f} of the bytes, at most 1/{1 / TARGET_SHARE:.0f}",
+            share <= TARGET_SHARE,
+        ),
     ):
         console.print(f"An adapter's sync: {goal}: {'met' if met else 'missed'}")
     table = Table(title=f"Tokens per second, {record['tokens']} tokens", box=box.SIMPLE_HEAD)
@@ -117,7 +142,9 @@ def print_tables(record: dict[str, Any], console: Console) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", type=int, default=10)
     parser.add_argument("--hidden", type=int, default=Shape.hidden)
     parser.add_argument("--vocabulary", type=int, default=32000)
@@ -126,13 +153,18 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 8, 32])
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     shape = Shape(arguments.layers, arguments.hidden, arguments.vocabulary)
-    record = {"benchmark": "adapter_sync", **provenance(torch.device(arguments.device), measured="trl_qurl")}
+    record = {
+        "benchmark": "adapter_sync",
+        **provenance(torch.device(arguments.device), measured="trl_qurl"),
+    }
     record |= {"shape": asdict(shape), "repeats": arguments.repeats, "tokens": arguments.tokens}
     record |= {"scheme": arguments.scheme, "rank": arguments.rank}
     batch = max(arguments.batches, default=8)

@@ -1,4 +1,6 @@
-"""Measure in a separate process, with its own engine and peak memory, and keep going if it fails."""
+"""Measure in a separate process, with its own engine and peak
+memory, and keep going if it fails.
+"""
 
 import multiprocessing
 from collections.abc import Callable, Iterator
@@ -35,7 +37,8 @@ def measure_apart(measure: Measure, *arguments: Any) -> dict[str, Any]:
 
 
 def _send(there: Any, measure: Measure, *arguments: Any) -> None:
-    die_with_parent()  # otherwise a killed benchmark would leave an engine behind that occupies GPU memory
+    # otherwise a killed benchmark would leave an engine behind that occupies GPU memory
+    die_with_parent()
     try:
         for result in measure(*arguments):
             there.send(result)

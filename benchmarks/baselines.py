@@ -1,13 +1,15 @@
-"""Has anything become slower, larger or less exact? Measures a few figures and compares them with stored ones.
+"""Has anything become slower, larger or less exact? Measures a few figures and compares them with
+stored ones.
 
-    python benchmarks/baselines.py                       # `make baselines`: about ten minutes on two cores
-    python benchmarks/baselines.py --model DIRECTORY     # also the mismatch of a real model before training
-    python benchmarks/baselines.py --parts startup demo  # only these
-    python benchmarks/baselines.py --store               # accept what is measured now
+    python benchmarks/baselines.py                       # `make baselines`: about ten minutes on
+    two cores python benchmarks/baselines.py --model DIRECTORY     # also the mismatch of a real
+    model before training python benchmarks/baselines.py --parts startup demo  # only these python
+    benchmarks/baselines.py --store               # accept what is measured now
 
-No figure is in seconds: all are counts, accuracies, losses, or ratios of things measured in one run, so that another
-machine of the same kind gives about the same. `baselines/` has a file for each kind: a GPU's name, or what a CPU
-computes with. On a kind without a file, one is written. The exit status is 1 if a figure is worse than its limit.
+No figure is in seconds: all are counts, accuracies, losses, or ratios of things measured in one
+run, so that another machine of the same kind gives about the same. `baselines/` has a file for each
+kind: a GPU's name, or what a CPU computes with. On a kind without a file, one is written. The exit
+status is 1 if a figure is worse than its limit.
 """
 
 import argparse
@@ -51,7 +53,9 @@ FIGURES = {
     "decode": Figure("tokens per second, INT8 / unquantized", 0.75),
     "sync": Figure("seconds of a sync, INT8 / unquantized", 1.6),
     "sync_bytes": Figure("bytes of a sync, INT8 / unquantized", 1.01),
-    "quantizing_memory": Figure("memory that quantizing the weights takes / its largest layer", 1.5),
+    "quantizing_memory": Figure(
+        "memory that quantizing the weights takes / its largest layer", 1.5
+    ),
     "peak_memory": Figure("peak memory of a step, INT8 / unquantized", 1.1),
     "rival_step": Figure("seconds of a step, INT8 / TRL with transformers", 1.4),
     "rival_generation": Figure("seconds of generation and sync, INT8 / TRL with transformers", 1.4),
@@ -65,18 +69,28 @@ Found = dict[str, float]
 
 
 def run(*command: str | Path) -> str:
-    """Return the standard output of a command; fail with its other output if it does not succeed."""
+    """Return the standard output of a command; fail with its
+    other output if it does not succeed.
+    """
     environment = {**os.environ, "PYTHONPATH": str(HERE.parent)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         print(done.stdout[-4000:], done.stderr[-4000:], sep="\n", file=sys.stderr)
-        raise SystemExit(f"This failed with exit status {done.returncode}: {' '.join(map(str, command))}")
+        raise SystemExit(
+            f"This failed with exit status {done.returncode}: {' '.join(map(str, command))}"
+        )
     return done.stdout
 
 
 def precision() -> list[str]:
-    """Unquantized engines compute in 16 bits, except on CPUs that would emulate them, in minutes."""
-    return [] if trains_in_bf16("cuda" if torch.cuda.is_available() else "cpu") else ["--engine-dtype", "float32"]
+    """Unquantized engines compute in 16 bits, except on CPUs
+    that would emulate them, in minutes.
+    """
+    return (
+        []
+        if trains_in_bf16("cuda" if torch.cuda.is_available() else "cpu")
+        else ["--engine-dtype", "float32"]
+    )
 
 
 def record(directory: Path, script: str, *arguments: str) -> dict[str, Any]:
@@ -132,7 +146,17 @@ def measure_memory(directory: Path) -> Found:
 
 
 def measure_rival(directory: Path) -> Found:
-    options = ("--ways", TRANSFORMERS, "int8", "--completions", "16", "--tokens", "64", "--repeats", "2")
+    options = (
+        "--ways",
+        TRANSFORMERS,
+        "int8",
+        "--completions",
+        "16",
+        "--tokens",
+        "64",
+        "--repeats",
+        "2",
+    )
     found = record(directory, "rival", *options)
     rival, ours = (cell(found, way=way) for way in (TRANSFORMERS, "int8"))
     return {
@@ -190,22 +214,32 @@ def compare(found: Found, stored: Found, console: Console) -> list[str]:
         bad = is_worse(value, stored[name], room)
         worse += [name] * bad
         limit = f"{'≤' if room > 1 else '≥'} {stored[name] * room:.3g}"
-        table.add_row(meaning, f"{stored[name]:.3g}", f"{value:.3g}", limit, "WORSE" if bad else "ok")
+        table.add_row(
+            meaning, f"{stored[name]:.3g}", f"{value:.3g}", limit, "WORSE" if bad else "ok"
+        )
     console.print(table)
     return worse
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=[*PARTS, "model"], help="measure only these (default: all)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--parts", nargs="+", choices=[*PARTS, "model"], help="measure only these (default: all)"
+    )
     parser.add_argument("--model", help="directory of a chat model, for the figure of a real one")
     parser.add_argument("--store", action="store_true", help="store the figures, better or worse")
-    parser.add_argument("--baselines", type=Path, help="file of stored figures (default: this kind of machine's)")
+    parser.add_argument(
+        "--baselines", type=Path, help="file of stored figures (default: this kind of machine's)"
+    )
     arguments = parser.parse_args()
     if arguments.model is None and "model" in (arguments.parts or ()):
         parser.error("--parts model needs a model: add --model DIRECTORY")
     parts = dict(PARTS) | (
-        {"model": lambda directory: measure_model(directory, arguments.model)} if arguments.model else {}
+        {"model": lambda directory: measure_model(directory, arguments.model)}
+        if arguments.model
+        else {}
     )
     kind = kind_of_machine()
     path = arguments.baselines or HERE / "baselines" / f"{kind}.json"
@@ -227,7 +261,10 @@ def main() -> int:
         console.print(f"Stored for {kind}: {path}", soft_wrap=True)
         return 0
     if worse:
-        console.print(f"Worse than its limit on {kind}: {', '.join(worse)}. If that is intended, store it: --store")
+        console.print(
+            f"Worse than its limit on {kind}: {', '.join(worse)}. If that is intended, store it: "
+            "--store"
+        )
     return bool(worse)
 
 

@@ -1,7 +1,7 @@
 """Verifiable tasks for a small chat model, each with held-out questions.
 
-Prompts bring a short system message, because the chat template's default makes them a third longer (45 instead of 34
-tokens for SmolLM2 and `arithmetic`).
+Prompts bring a short system message, because the chat template's default makes them a third longer
+(45 instead of 34 tokens for SmolLM2 and `arithmetic`).
 """
 
 import re
@@ -36,16 +36,19 @@ class Task(NamedTuple):
 def arithmetic(held_out: bool) -> list[tuple[Messages, int]]:
     """One-digit multiplication and addition: the questions of `trl-qurl demo --model`."""
     system = {"role": "system", "content": "You are an AI. Reply with the number only."}
-    return [([system, {"role": "user", "content": asked.text}], asked.answer) for asked in questions(held_out)]
+    return [
+        ([system, {"role": "user", "content": asked.text}], asked.answer)
+        for asked in questions(held_out)
+    ]
 
 
 TOPICS = """\
 rivers; the moon; bread; bicycles; winter; libraries; the sea; coffee; trains; old houses; music;
 gardens; mountains; rain; horses; bridges; glass; honey; maps; clocks; forests; islands; cheese;
-football; deserts; paper; whales; kites; castles; tea; volcanoes; shoes; apples; airplanes; owls; chess;
-ice; markets; lighthouses; spiders; salt; trees; windows; dogs; wheat; caves; violins; snow; bees;
-schools; stars; boats; onions; tigers; candles; radio; roads; wool; butterflies; sand; rice; wolves;
-paintings; gold""".replace("\n", " ").split("; ")
+football; deserts; paper; whales; kites; castles; tea; volcanoes; shoes; apples; airplanes; owls;
+chess; ice; markets; lighthouses; spiders; salt; trees; windows; dogs; wheat; caves; violins; snow;
+bees; schools; stars; boats; onions; tigers; candles; radio; roads; wool; butterflies; sand; rice;
+wolves; paintings; gold""".replace("\n", " ").split("; ")
 FACTS, WORDS = 5, 12
 NUMBERED = re.compile(r"^(\d+)\. (.*)$", re.MULTILINE)
 
@@ -53,7 +56,9 @@ NUMBERED = re.compile(r"^(\d+)\. (.*)$", re.MULTILINE)
 def facts(held_out: bool) -> list[tuple[Messages, None]]:
     """Five numbered facts of at least a dozen words each: answers of about a hundred tokens."""
     system = {"role": "system", "content": "You are an AI."}
-    request = f"List {FACTS} facts about {{}}, numbered 1 to {FACTS}. Each has at least {WORDS} words."
+    request = (
+        f"List {FACTS} facts about {{}}, numbered 1 to {FACTS}. Each has at least {WORDS} words."
+    )
     return [
         ([system, {"role": "user", "content": request.format(topic)}], None)
         for number, topic in enumerate(TOPICS)
@@ -62,9 +67,13 @@ def facts(held_out: bool) -> list[tuple[Messages, None]]:
 
 
 def facts_reward(text: str, _: None = None) -> float:
-    """Return the share of facts that have the right number and length; 0 if there are more than `FACTS`."""
+    """Return the share of facts that have the right number and length; 0 if there are more than
+    `FACTS`.
+    """
     listed = [(int(number), len(fact.split())) for number, fact in NUMBERED.findall(text.strip())]
-    good = sum(number == place and words >= WORDS for place, (number, words) in enumerate(listed, start=1))
+    good = sum(
+        number == place and words >= WORDS for place, (number, words) in enumerate(listed, start=1)
+    )
     return good / FACTS if len(listed) <= FACTS else 0.0
 
 
@@ -72,7 +81,10 @@ def calculations(held_out: bool, first: range, before: str = "") -> list[tuple[M
     """Sums and products for a base model to go on with; such models end no answer by themselves."""
     return [
         # A system message, because Gemma's template writes a new line after a user's.
-        ([{"role": "system", "content": f"{before}{a} {sign} {b} ="}], a + b if sign == "+" else a * b)
+        (
+            [{"role": "system", "content": f"{before}{a} {sign} {b} ="}],
+            a + b if sign == "+" else a * b,
+        )
         for sign in "+*"
         for a in first
         for b in range(2, 10)
@@ -86,7 +98,9 @@ def few_shot(held_out: bool) -> list[tuple[Messages, int]]:
 
 
 def equations(held_out: bool) -> list[tuple[Messages, int]]:
-    """One-digit sums and products without an example: a base model samples four right answers of ten."""
+    """One-digit sums and products without an example: a base model samples four right answers of
+    ten.
+    """
     return calculations(held_out, range(2, 10))
 
 
@@ -122,6 +136,7 @@ TASKS = {
         held_out=equations(held_out=True),
         reward=first_number,
         longest=5,
-        learning_rate=1e-6,  # TRL's; at 1e-5 Gemma 3 270M forgot everything in eight updates of few_shot
+        # TRL's; at 1e-5 Gemma 3 270M forgot everything in eight updates of few_shot
+        learning_rate=1e-6,
     ),
 }

@@ -1,11 +1,13 @@
 """Did a run go well? Checks assertions about the metrics in its log.
 
-    python benchmarks/check_run.py RUN 'mean(reward[-20:]) > mean(reward[:20])' 'median(mismatch/kl_k3) < 0.02'
-    python benchmarks/check_run.py RUN --recipe trl_qurl/lab/recipes/own/lora_w4.yaml
+    python benchmarks/check_run.py RUN 'mean(reward[-20:]) > mean(reward[:20])'
+    'median(mismatch/kl_k3) < 0.02' python benchmarks/check_run.py RUN --recipe
+    trl_qurl/lab/recipes/own/lora_w4.yaml
 
-An assertion compares two terms by <, <=, > or >=. A term is a number, or the mean, median, min or max of a metric's
-logged values; a slice, as in Python, selects some of them. A recipe has its assertions in comments ("# assert: ...").
-The exit status is 1 if an assertion does not hold, and 2 if one cannot be checked.
+An assertion compares two terms by <, <=, > or >=. A term is a number, or the mean, median, min or
+max of a metric's logged values; a slice, as in Python, selects some of them. A recipe has its
+assertions in comments ("# assert: ..."). The exit status is 1 if an assertion does not hold, and 2
+if one cannot be checked.
 """
 
 import argparse
@@ -31,7 +33,9 @@ def holds(assertion: str, run: Run) -> tuple[bool, str]:
     """
     left, *rest = re.split(r"\s*(<=|>=|<|>)\s*", assertion.strip())
     if len(rest) != 2:
-        raise ValueError(f"{assertion!r} is not a comparison of two terms, such as 'mean(reward[-20:]) > 0.8'.")
+        raise ValueError(
+            f"{assertion!r} is not a comparison of two terms, such as 'mean(reward[-20:]) > 0.8'."
+        )
     comparison, right = rest
     values = evaluate(left, run), evaluate(right, run)
     return COMPARISONS[comparison](*values), f"{values[0]:.4g} {comparison} {values[1]:.4g}"
@@ -44,17 +48,23 @@ def evaluate(term: str, run: Run) -> float:
         try:
             return float(term)
         except ValueError:
-            raise ValueError(f"{term!r} is neither a number nor, for example, median(mismatch/kl_k3[-5:]).") from None
+            raise ValueError(
+                f"{term!r} is neither a number nor, for example, median(mismatch/kl_k3[-5:])."
+            ) from None
     function, metric, start, end = match.groups()
     logged = [value for _, value in run.series(metric)]
     selected = logged[slice(int(start) if start else None, int(end) if end else None)]
     if not selected:
-        raise ValueError(f"{term}: {run.path} has {len(logged)} values of {metric}, none of them selected.")
+        raise ValueError(
+            f"{term}: {run.path} has {len(logged)} values of {metric}, none of them selected."
+        )
     return float(FUNCTIONS[function](selected))
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run", type=Path, help="output_dir of a run, or its run.jsonl")
     parser.add_argument("assertions", nargs="*", metavar="ASSERTION")
     parser.add_argument("--recipe", type=Path, help="check the assertions of this recipe, too")

@@ -1,15 +1,18 @@
 """What does this project do on your GPU? One command that checks, tests, measures and trains.
 
-    python benchmarks/gpu_hour.py -o gpu-hour                    # at most 40 minutes
-    python benchmarks/gpu_hour.py -o gpu-hour --minutes 9        # repeat it where a command may take ten minutes
-    python benchmarks/gpu_hour.py -o rehearsal --rehearse        # the same code at tiny sizes, also on a CPU
+    python benchmarks/gpu_hour.py -o gpu-hour                    # at most 40 minutes python
+    benchmarks/gpu_hour.py -o gpu-hour --minutes 9        # repeat it where a command may take ten
+    minutes python benchmarks/gpu_hour.py -o rehearsal --rehearse        # the same code at tiny
+    sizes, also on a CPU
 
-Each part is a child process with a log and a time limit. If one fails or hangs, that is recorded, and the next one
-starts. The same command with the same directory resumes: it runs all parts that have not yet succeeded. If time is
-short, less important parts are skipped. `results.json` holds all figures; `results.md` is for people.
+Each part is a child process with a log and a time limit. If one fails or hangs, that is recorded,
+and the next one starts. The same command with the same directory resumes: it runs all parts that
+have not yet succeeded. If time is short, less important parts are skipped. `results.json` holds all
+figures; `results.md` is for people.
 
-Formats are measured one after another, not in turns as elsewhere in this directory: engines that start at the same
-time misjudge the free memory of a GPU they share. So use a GPU without other jobs. The durations are guesses.
+Formats are measured one after another, not in turns as elsewhere in this directory: engines that
+start at the same time misjudge the free memory of a GPU they share. So use a GPU without other
+jobs. The durations are guesses.
 """
 
 import argparse
@@ -49,7 +52,8 @@ class Part:
     """A part of the plan.
 
     Attributes:
-        name: Also the name of its directory. The word before the first hyphen says how to read its results.
+        name: Also the name of its directory. The word before the first hyphen says how to read its
+            results.
         command: What Python runs.
         minutes: Estimated duration.
         priority: 1 is the most important.
@@ -68,14 +72,31 @@ def make_plan(rehearse: bool, model: str | None) -> list[Part]:
     measured = ["--output", f"{FOLDER}/record.json", "--repeats", "1" if rehearse else "3"]
     if rehearse:
         measured += ["--engine-dtype", "float32"]
-    demo = ["-m", "trl_qurl", "demo", "--output-dir", FOLDER, *(["--model", model] if model else [])]
+    demo = [
+        "-m",
+        "trl_qurl",
+        "demo",
+        "--output-dir",
+        FOLDER,
+        *(["--model", model] if model else []),
+    ]
     if rehearse:
         demo += ["--rollouts", "10", "--required-share", "-1"]  # too few to learn anything
 
     def script(name: str, shape: str, *arguments: str) -> list[str]:
-        return [f"{ROOT}/benchmarks/{name}.py", "--shape", "tiny" if rehearse else shape, *arguments, *measured]
+        return [
+            f"{ROOT}/benchmarks/{name}.py",
+            "--shape",
+            "tiny" if rehearse else shape,
+            *arguments,
+            *measured,
+        ]
 
-    decode = ["--batches", "2", "--tokens", "8"] if rehearse else ["--batches", "8", "64", "--tokens", "128"]
+    decode = (
+        ["--batches", "2", "--tokens", "8"]
+        if rehearse
+        else ["--batches", "8", "64", "--tokens", "128"]
+    )
     load = ["--completions", *(("16", "--tokens", "8") if rehearse else ("64", "--tokens", "256"))]
     bfloat16 = [] if rehearse else ["--dtype", "bfloat16"]
     # The optimizer of a whole 7B model would take 120 GB, so there an adapter is trained.
@@ -85,12 +106,19 @@ def make_plan(rehearse: bool, model: str | None) -> list[Part]:
     ways = [*([] if rehearse and not torch.cuda.is_available() else [TRL]), *formats]
     sync = ["bf16-stream", "int8-stream", "fp8-stream", "int8-checkpoint"]
     tests = ["-m", "pytest", "-q", "-m", "gpu", f"--junitxml={FOLDER}/tests.xml", f"{ROOT}/tests"]
-    large_gb = 0 if rehearse else 60  # the trainer's weights, and three tenths of the GPU for an engine
+    # the trainer's weights, and three tenths of the GPU for an engine
+    large_gb = 0 if rehearse else 60
     return [
         Part("doctor", ["-m", "trl_qurl", "doctor"], 4, 1),
         Part("tests", tests, 8, 7),
         *(
-            Part(f"decode-7B-{form}", script("rollouts", "7B", "--ways", form, *decode, *bfloat16), 2, 6, large_gb)
+            Part(
+                f"decode-7B-{form}",
+                script("rollouts", "7B", "--ways", form, *decode, *bfloat16),
+                2,
+                6,
+                large_gb,
+            )
             for form in formats
         ),
         Part("sync-0.5B", script("weight_sync", "0.5B", "--ways", *sync), 4, 5),
@@ -102,7 +130,10 @@ def make_plan(rehearse: bool, model: str | None) -> list[Part]:
                 priority=priority,
                 memory_gb=memory_gb,
             )
-            for size, minutes, priority, memory_gb in (("0.5B", 1.25, 2, 0), ("7B", 2.5, 3, large_gb))
+            for size, minutes, priority, memory_gb in (
+                ("0.5B", 1.25, 2, 0),
+                ("7B", 2.5, 3, large_gb),
+            )
             for way in ways
         ),
         Part("demo", demo, 3, 4),
@@ -110,7 +141,9 @@ def make_plan(rehearse: bool, model: str | None) -> list[Part]:
 
 
 def choose(pending: Sequence[Part], minutes: float) -> list[Part]:
-    """Return the parts that fit into the time by their estimates, choosing the most important ones first."""
+    """Return the parts that fit into the time by their estimates, choosing the most important ones
+    first.
+    """
     chosen = []
     for part in sorted(pending, key=lambda part: part.priority):
         if part.minutes <= minutes:
@@ -138,12 +171,21 @@ def run_part(part: Part, directory: Path, minutes: float) -> dict[str, Any]:
         paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         # Killed engines leave semaphores, and that warning would follow the message of an error.
         quiet = {"PYTHONWARNINGS": "ignore::UserWarning:multiprocessing.resource_tracker"}
-        first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]  # trainers would spread over several
-        environment = os.environ | quiet | {"PYTHONPATH": paths, "TMPDIR": scratch, "CUDA_VISIBLE_DEVICES": first}
+        # trainers would spread over several
+        first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+        environment = (
+            os.environ
+            | quiet
+            | {"PYTHONPATH": paths, "TMPDIR": scratch, "CUDA_VISIBLE_DEVICES": first}
+        )
         try:
             run_child(command, folder / "log.txt", check_time, every=0.5, environment=environment)
         except TimeoutError:
-            result |= {"status": FAILED, "exit_status": None, "reason": f"Killed after {minutes:.1f} minutes."}
+            result |= {
+                "status": FAILED,
+                "exit_status": None,
+                "reason": f"Killed after {minutes:.1f} minutes.",
+            }
         except ChildFailure as error:
             killed = f"Killed by signal {-error.status}. " if error.status < 0 else ""
             reason = f"{killed}{last_lines(folder / 'log.txt', 1) or 'No output.'}"
@@ -152,7 +194,11 @@ def run_part(part: Part, directory: Path, minutes: float) -> dict[str, Any]:
     try:
         result["figures"] = read_figures(part.name.partition("-")[0], folder)
         cells = result["figures"].get("cells", ())
-        failures = list(dict.fromkeys(f"{cell['way']}: {cell['failure']}" for cell in cells if "failure" in cell))
+        failures = list(
+            dict.fromkeys(
+                f"{cell['way']}: {cell['failure']}" for cell in cells if "failure" in cell
+            )
+        )
     except Exception as error:  # the next part starts in any case
         result["figures"], failures = {}, [f"Wrote no results ({type(error).__name__}: {error})."]
     if failures and result["status"] == OK:
@@ -160,7 +206,9 @@ def run_part(part: Part, directory: Path, minutes: float) -> dict[str, Any]:
     return result
 
 
-def run_plan(parts: Sequence[Part], directory: Path, minutes: float, record: dict[str, Any]) -> None:
+def run_plan(
+    parts: Sequence[Part], directory: Path, minutes: float, record: dict[str, Any]
+) -> None:
     """Run the remaining parts that fit into the time, and save the results after each one."""
     results, deadline = record["parts"], time.monotonic() + 60 * minutes
     pending = []
@@ -172,18 +220,34 @@ def run_plan(parts: Sequence[Part], directory: Path, minutes: float, record: dic
         else:
             pending.append(part)
     while chosen := choose(pending, left := (deadline - time.monotonic()) / 60):
-        # Where time is short, important parts run first: one that is faster than its estimate makes room for the next.
-        part = chosen[0] if len(chosen) == len(pending) else min(chosen, key=lambda part: part.priority)
+        # Where time is short, important parts run first: one that is faster than its estimate makes
+        # room for the next.
+        part = (
+            chosen[0]
+            if len(chosen) == len(pending)
+            else min(chosen, key=lambda part: part.priority)
+        )
         pending.remove(part)
         # A part that hangs must not cost the more important ones their time.
         reserved = sum(other.minutes for other in chosen if other.priority < part.priority)
         limit = min(PATIENCE * part.minutes, left - reserved)
-        print(f"{part.name}: about {part.minutes:g} minutes, at most {limit:.1f}; {left:.0f} are left", flush=True)
+        print(
+            f"{part.name}: about {part.minutes:g} minutes, at most {limit:.1f}; {left:.0f} are "
+            "left",
+            flush=True,
+        )
         result = results[part.name] = run_part(part, directory, limit)
-        print(f"{part.name}: {result['status']} after {result['seconds']:.0f} s. {result['reason'][:300]}", flush=True)
+        print(
+            f"{part.name}: {result['status']} after {result['seconds']:.0f} s. "
+            f"{result['reason'][:300]}",
+            flush=True,
+        )
         publish(record, directory)
     for part in pending:
-        reason = f"Takes about {part.minutes:g} minutes, but {max(left, 0.0):.1f} were left. The same command resumes."
+        reason = (
+            f"Takes about {part.minutes:g} minutes, but {max(left, 0.0):.1f} were left. The same "
+            "command resumes."
+        )
         _skip(part, reason, results)
     record["parts"] = {part.name: results[part.name] for part in parts}
     publish(record, directory)
@@ -204,7 +268,11 @@ def open_record(directory: Path, setup: dict[str, Any]) -> dict[str, Any]:
     """
     path = directory / "results.json"
     cuda = torch.cuda.is_available()
-    record = {**provenance(torch.device("cuda" if cuda else "cpu"), measured="."), **setup, "parts": {}}
+    record = {
+        **provenance(torch.device("cuda" if cuda else "cpu"), measured="."),
+        **setup,
+        "parts": {},
+    }
     if cuda:
         record["gpu_gb"] = round(torch.cuda.get_device_properties(0).total_memory / 1e9, 1)
     if path.exists():
@@ -215,36 +283,64 @@ def open_record(directory: Path, setup: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{path} is damaged ({error}): choose another -o.") from error
         for name in ("hardware", *setup):
             if (value := before.get(name)) != record[name]:
-                raise ValueError(f"{path} has {name} {value!r}, but now it is {record[name]!r}: choose another -o.")
+                raise ValueError(
+                    f"{path} has {name} {value!r}, but now it is {record[name]!r}: choose another "
+                    "-o."
+                )
     elif directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise ValueError(f"{directory} is neither an empty directory nor one of this command's: choose another -o.")
+        raise ValueError(
+            f"{directory} is neither an empty directory nor one of this command's: choose another "
+            "-o."
+        )
     return record
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Check the options, run the plan, and return exit status 1 if a part failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIRECTORY", help="for results and logs")
-    parser.add_argument("--minutes", type=float, default=40.0, help="time for all parts (default: %(default)g)")
-    parser.add_argument("--model", help="chat model that the last part trains (default: a tiny one from scratch)")
-    parser.add_argument("--rehearse", action="store_true", help="tiny models, in float32 where there is a choice")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, required=True, metavar="DIRECTORY", help="for results and logs"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=40.0, help="time for all parts (default: %(default)g)"
+    )
+    parser.add_argument(
+        "--model", help="chat model that the last part trains (default: a tiny one from scratch)"
+    )
+    parser.add_argument(
+        "--rehearse", action="store_true", help="tiny models, in float32 where there is a choice"
+    )
     arguments = parser.parse_args(argv)
     try:
         if not arguments.minutes > 0:
             raise ValueError(f"--minutes is {arguments.minutes:g}: give more than 0.")
         if not torch.cuda.is_available() and not arguments.rehearse:
-            raise ValueError("torch sees no GPU (`trl-qurl doctor` says why): pass --rehearse to try this on a CPU.")
+            raise ValueError(
+                "torch sees no GPU (`trl-qurl doctor` says why): pass --rehearse to try this on a "
+                "CPU."
+            )
         if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
-            raise ValueError(f"Not installed: {', '.join(missing)}. Run `make setup`, and use .venv/bin/python.")
+            raise ValueError(
+                f"Not installed: {', '.join(missing)}. Run `make setup`, and use .venv/bin/python."
+            )
         if arguments.model:
             check_model(arguments.model)
-        record = open_record(arguments.output, {"rehearsal": arguments.rehearse, "model": arguments.model})
+        record = open_record(
+            arguments.output, {"rehearsal": arguments.rehearse, "model": arguments.model}
+        )
         arguments.output.mkdir(parents=True, exist_ok=True)
         write_atomically(arguments.output / "results.json", json.dumps(record, indent=2))
     except (ValueError, OSError) as error:
         parser.error(str(error))
     try:
-        run_plan(make_plan(arguments.rehearse, arguments.model), arguments.output.resolve(), arguments.minutes, record)
+        run_plan(
+            make_plan(arguments.rehearse, arguments.model),
+            arguments.output.resolve(),
+            arguments.minutes,
+            record,
+        )
     except KeyboardInterrupt:
         print("Interrupted. The same command resumes.")
         return 130

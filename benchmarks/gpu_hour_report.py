@@ -15,7 +15,11 @@ from trl_qurl.lab.processes import last_lines
 from trl_qurl.lab.runs import read_run
 from trl_qurl.trainers.run_log import RUN_LOG
 
-PICTURES = {"decode.png": "Decode rates", "steps.png": "Training steps", "demo/demo.png": "The training run"}
+PICTURES = {
+    "decode.png": "Decode rates",
+    "steps.png": "Training steps",
+    "demo/demo.png": "The training run",
+}
 LEARNED = ("expected_accuracy", "reward")
 """Metrics of the training run. Only the demo's own task has an exact accuracy."""
 
@@ -27,16 +31,27 @@ def read_figures(kind: str, folder: Path) -> dict[str, Any]:
     if kind == "demo":
         run = read_run(folder / RUN_LOG)
         series = {name: [value for _, value in run.series(name)] for name in LEARNED}
-        ends = {name: {"first": values[0], "last": values[-1]} for name, values in series.items() if values}
-        summary = ", ".join(f"{name} {end['first']:.2f} to {end['last']:.2f}" for name, end in ends.items())
+        ends = {
+            name: {"first": values[0], "last": values[-1]}
+            for name, values in series.items()
+            if values
+        }
+        summary = ", ".join(
+            f"{name} {end['first']:.2f} to {end['last']:.2f}" for name, end in ends.items()
+        )
         return {"summary": summary, "metrics": ends}
     if kind not in ("decode", "sync", "steps"):
         return {"summary": last_lines(folder / "log.txt", 1)}
     cells = []
     for cell in json.loads((folder / "record.json").read_text())["cells"]:
-        cell.setdefault("way", f"{cell.get('scheme') or 'bf16'}, {cell.get('transport')}")  # of weight_sync.py
-        cells.append({name: value for name, value in cell.items() if not isinstance(value, list)})  # the medians
-    return {"summary": f"{sum('failure' not in cell for cell in cells)} of {len(cells)} measured", "cells": cells}
+        # of weight_sync.py
+        cell.setdefault("way", f"{cell.get('scheme') or 'bf16'}, {cell.get('transport')}")
+        # the medians
+        cells.append({name: value for name, value in cell.items() if not isinstance(value, list)})
+    return {
+        "summary": f"{sum('failure' not in cell for cell in cells)} of {len(cells)} measured",
+        "cells": cells,
+    }
 
 
 def cells_of(record: dict[str, Any], kind: str) -> Iterator[tuple[str, Cell]]:
@@ -56,9 +71,15 @@ def publish(record: dict[str, Any], directory: Path) -> None:
     sections = [
         f"# {record['hardware']}",
         f"{record['date']}, commit {record['commit']}. {versions}.",
-        "**A rehearsal with tiny models in float32: the figures mean nothing.**" if record["rehearsal"] else "",
+        "**A rehearsal with tiny models in float32: the figures mean nothing.**"
+        if record["rehearsal"]
+        else "",
         *(tabulate(record) for tabulate in (part_table, decode_table, sync_table, step_table)),
-        *(f"![{caption}]({name})" for name, caption in PICTURES.items() if (directory / name).exists()),
+        *(
+            f"![{caption}]({name})"
+            for name, caption in PICTURES.items()
+            if (directory / name).exists()
+        ),
     ]
     write_atomically(directory / "results.md", "\n\n".join(filter(None, sections)) + "\n")
 
@@ -70,13 +91,20 @@ def write_atomically(path: Path, text: str) -> None:
     os.replace(tmp, path)
 
 
-# Tables --------------------------------------------------------------------------------------------------------------
+# Tables
+# --------------------------------------------------------------------------------------------------
 
 
 def markdown_table(title: str, columns: list[str], rows: list[list[str]]) -> str:
     """Format a table; an empty string if it has no rows."""
-    lines = [columns, ["---"] * len(columns), *([text.replace("|", "\\|") for text in row] for row in rows)]
-    return f"## {title}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines) if rows else ""
+    lines = [
+        columns,
+        ["---"] * len(columns),
+        *([text.replace("|", "\\|") for text in row] for row in rows),
+    ]
+    return (
+        f"## {title}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines) if rows else ""
+    )
 
 
 def number(value: float | None, digits: int = 2, base: float | None = 1.0) -> str:
@@ -97,14 +125,32 @@ def part_table(record: dict[str, Any]) -> str:
 def decode_table(record: dict[str, Any]) -> str:
     """Compare the tokens per second of the formats, by batch size."""
     cells = list(cells_of(record, "decode"))
-    rates = {(cell["batch"], cell["place"], cell["way"]): cell.get("tokens_per_s") for _, cell in cells}
+    rates = {
+        (cell["batch"], cell["place"], cell["way"]): cell.get("tokens_per_s") for _, cell in cells
+    }
     rows = []
     for size, cell in sorted(cells, key=lambda item: item[1]["batch"]):
         batch, way, rate = cell["batch"], cell["way"], cell.get("tokens_per_s")
         if cell["place"] == "trainer":
             gain = number(rate, 2, rates.get((batch, "trainer", "bf16")))
-            rows.append([size, str(batch), way, number(rates.get((batch, "engine", way)), 0), number(rate, 0), gain])
-    columns = ["model", "completions", "format", "engine, tokens/s", "in the trainer", "against bf16"]
+            rows.append(
+                [
+                    size,
+                    str(batch),
+                    way,
+                    number(rates.get((batch, "engine", way)), 0),
+                    number(rate, 0),
+                    gain,
+                ]
+            )
+    columns = [
+        "model",
+        "completions",
+        "format",
+        "engine, tokens/s",
+        "in the trainer",
+        "against bf16",
+    ]
     return markdown_table("Decode", columns, rows)
 
 
@@ -114,7 +160,9 @@ def sync_table(record: dict[str, Any]) -> str:
     for size, cell in cells_of(record, "sync"):
         seconds = [number(cell.get(name), 3) for name in ("sync_s", "quantize_s", "check_s")]
         rows.append([size, cell["way"], number(cell.get("bytes"), 0, 1e6), *seconds])
-    return markdown_table("Sync", ["model", "way", "MB", "sync, s", "of it quantization", "check, s"], rows)
+    return markdown_table(
+        "Sync", ["model", "way", "MB", "sync, s", "of it quantization", "check, s"], rows
+    )
 
 
 def step_table(record: dict[str, Any]) -> str:
@@ -130,21 +178,32 @@ def step_table(record: dict[str, Any]) -> str:
     return markdown_table("Training steps (7B: of an adapter)", columns, rows)
 
 
-# Pictures ------------------------------------------------------------------------------------------------------------
+# Pictures
+# --------------------------------------------------------------------------------------------------
 
 
 def draw_decode(record: dict[str, Any], path: Path) -> None:
     """Draw a bar per format and batch size: tokens per second in the trainer."""
-    cells = [cell for _, cell in cells_of(record, "decode") if cell["place"] == "trainer" and "tokens_per_s" in cell]
+    cells = [
+        cell
+        for _, cell in cells_of(record, "decode")
+        if cell["place"] == "trainer" and "tokens_per_s" in cell
+    ]
     if not cells:
         return
     ways, batches = (list(dict.fromkeys(cell[name] for cell in cells)) for name in ("way", "batch"))
     figure = Figure(figsize=(6.5, 3.8), layout="constrained")
     axes, width = figure.subplots(), 0.8 / len(ways)
     for index, way in enumerate(ways):
-        bars = [(batches.index(cell["batch"]), cell["tokens_per_s"]) for cell in cells if cell["way"] == way]
+        bars = [
+            (batches.index(cell["batch"]), cell["tokens_per_s"])
+            for cell in cells
+            if cell["way"] == way
+        ]
         places = [place + (index - (len(ways) - 1) / 2) * width for place, _ in bars]
-        drawn = axes.bar(places, [rate for _, rate in bars], width * 0.92, color=COLORS[index], label=way)
+        drawn = axes.bar(
+            places, [rate for _, rate in bars], width * 0.92, color=COLORS[index], label=way
+        )
         axes.bar_label(drawn, fmt="{:,.0f}", fontsize=8, padding=2)
     axes.set_xticks(range(len(batches)), [f"{batch} completions" for batch in batches])
     axes.set_ylabel("tokens per second")
@@ -165,10 +224,14 @@ def draw_steps(record: dict[str, Any], path: Path) -> None:
         ways, start = [cell["way"] for cell in shown], [0.0] * len(shown)
         for part, color in zip((*PARTS, "not logged"), (*COLORS[1:5], "#BBBBBB"), strict=True):
             rest = [cell["step_s"] - so_far for cell, so_far in zip(shown, start, strict=True)]
-            lengths = rest if part == "not logged" else [cell.get(f"{part}_s", 0.0) for cell in shown]
+            lengths = (
+                rest if part == "not logged" else [cell.get(f"{part}_s", 0.0) for cell in shown]
+            )
             axes.barh(ways, lengths, left=start, color=color, label=part)
             start = [left + length for left, length in zip(start, lengths, strict=True)]
-        axes.bar_label(axes.containers[-1], [f"{total:.2f}" for total in start], padding=3, fontsize=8)
+        axes.bar_label(
+            axes.containers[-1], [f"{total:.2f}" for total in start], padding=3, fontsize=8
+        )
         axes.invert_yaxis()
         axes.margins(x=0.08)
         axes.set_ylabel(size)
@@ -178,9 +241,13 @@ def draw_steps(record: dict[str, Any], path: Path) -> None:
 
 def save(figure: Figure, title: str, record: dict[str, Any], path: Path) -> None:
     """Add a title and a legend, and write the file."""
-    figure.suptitle(f"{title}, {record['hardware']}{', rehearsal' if record['rehearsal'] else ''}", fontsize=10)
+    figure.suptitle(
+        f"{title}, {record['hardware']}{', rehearsal' if record['rehearsal'] else ''}", fontsize=10
+    )
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
     handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=8)
+    figure.legend(
+        handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=8
+    )
     figure.savefig(path, dpi=130)

@@ -2,12 +2,13 @@
 
     python -m benchmarks.guard
 
-It replays the logs in `benchmarks/objectives/runs` and `benchmarks/results/real_model` through the guard itself, with
-its default thresholds. Each arm is expected to be healthy, harmed, or collapsing. An alarm in a healthy run fails
-(exit status 1). Arms that the guard acted on are left out: they show what happens after an alarm.
+It replays the logs in `benchmarks/objectives/runs` and `benchmarks/results/real_model` through the
+guard itself, with its default thresholds. Each arm is expected to be healthy, harmed, or
+collapsing. An alarm in a healthy run fails (exit status 1). Arms that the guard acted on are left
+out: they show what happens after an alarm.
 
-The logs are older than some metrics (`completed`): the mean of ρ follows from both KLs, but shares of contradicted
-tokens are not judged.
+The logs are older than some metrics (`completed`): the mean of ρ follows from both KLs, but shares
+of contradicted tokens are not judged.
 """
 
 import argparse
@@ -48,7 +49,8 @@ COLLAPSED = "int8_float32_codes_quantized_ratio"
 HEALTHY, UNCLEAR, HARMED, COLLAPSING = ("healthy", "harmed, KL as healthy", "harmed", "collapsing")
 UNSMOOTHED = "not smoothed: either"
 STALE = "one rollout old: either"
-TINY, REAL = 1280, 300  # scored tokens per rollout: of the tiny model, and of the real one once its answers are short
+# scored tokens per rollout: of the tiny model, and of the real one once its answers are short
+TINY, REAL = 1280, 300
 EXPECTED = (HEALTHY, UNCLEAR, HARMED, COLLAPSING, UNSMOOTHED, STALE)
 
 
@@ -57,7 +59,8 @@ def expectation(arm: Arm) -> str:
     if arm.is_delayed:
         return STALE
     same_weights = arm.scheme is None or "round_base" in arm.changed
-    codes = (arm.scheme or "").partition("_")[0]  # int3_stochastic: the same codes, chosen otherwise
+    # int3_stochastic: the same codes, chosen otherwise
+    codes = (arm.scheme or "").partition("_")[0]
     if same_weights or (codes not in CODE_BITS and arm.activation_bits == 8):
         return HEALTHY
     if arm.changed.get("objective") == "quantized_ratio":
@@ -66,7 +69,9 @@ def expectation(arm: Arm) -> str:
 
 
 def real_expectation(arm: str) -> str:
-    """Expectation for an arm of the real model's study. Without smoothing, INT8's correction decides about harm."""
+    """Expectation for an arm of the real model's study. Without smoothing, INT8's correction
+    decides about harm.
+    """
     if arm == COLLAPSED:
         return COLLAPSING
     return UNSMOOTHED if "plain" in arm or arm == "int8_rounded_base" else HEALTHY
@@ -87,10 +92,13 @@ def replay(run: Run, tokens: int, ahead: bool) -> tuple[int | None, dict[str, fl
     """Show each rollout to a guard.
 
     Returns:
-        The rollout, counted from 1, that turns the alarm on first, and the worst of each metric: the medians that the
-        guard judges, the largest KL less what counts as noise, and the mean of ρ that is farthest from 1.
+        The rollout, counted from 1, that turns the alarm on first, and the worst of each metric:
+            the medians that the
+        guard judges, the largest KL less what counts as noise, and the mean of ρ that is farthest
+        from 1.
     """
-    older = run.settings.get("vllm_importance_sampling_clip_max", 2.0)  # the cap's name in logs until November 2026
+    # the cap's name in logs until November 2026
+    older = run.settings.get("vllm_importance_sampling_clip_max", 2.0)
     settings = SimpleNamespace(
         mismatch_guard="warn",
         mismatch_guard_kl=QuantizedRolloutsConfig.mismatch_guard_kl,
@@ -111,7 +119,8 @@ def replay(run: Run, tokens: int, ahead: bool) -> tuple[int | None, dict[str, fl
 def completed(row: dict[str, Any], tokens: int) -> dict[str, Any]:
     """A row with the metrics that its log lacks.
 
-    With k3 ≈ log² ρ / 2, Hölder's inequality gives the smallest error that the KL can have next to the mean of
+    With k3 ≈ log² ρ / 2, Hölder's inequality gives the smallest error that the KL can have next to
+    the mean of
     |log ρ|: mean(k3²) ≥ 2 KL³ / mean(|log ρ|)². That is the strictest guard.
     """
     kl, size = row[KL], row.get("sampling/sampling_logp_difference/mean")
@@ -130,7 +139,11 @@ def worst(name: str, rollouts: Sequence[dict[str, Any]]) -> float:
 def replay_all(directory: Path, real: Path) -> list[Group]:
     """Replay every stored run."""
     groups = [
-        replay_group(Group(f"real {task.name}", arm, real_expectation(arm)), sorted(task.glob(f"{arm}-seed*")), REAL)
+        replay_group(
+            Group(f"real {task.name}", arm, real_expectation(arm)),
+            sorted(task.glob(f"{arm}-seed*")),
+            REAL,
+        )
         for task in sorted(real.iterdir())
         for arm in sorted({path.name.rpartition("-seed")[0] for path in task.iterdir()})
         if not arm.endswith("_untrained")  # a single rollout
@@ -162,9 +175,21 @@ def alarms(groups: Sequence[Group]) -> list[int]:
 def build_table(groups: Sequence[Group]) -> Table:
     """One line per arm, and one per expectation."""
     table = Table(
-        title="The mismatch guard on the study's runs: worst rollouts, and worst medians of five", box=box.SIMPLE_HEAD
+        title="The mismatch guard on the study's runs: worst rollouts, and worst medians of five",
+        box=box.SIMPLE_HEAD,
     )
-    for heading in ("experiment", "arm", "expected", "runs", "alarms", "first alarm", "KL", "|ρ - 1|", "ρ > C", "ESS"):
+    for heading in (
+        "experiment",
+        "arm",
+        "expected",
+        "runs",
+        "alarms",
+        "first alarm",
+        "KL",
+        "|ρ - 1|",
+        "ρ > C",
+        "ESS",
+    ):
         left = heading in ("experiment", "arm", "expected")
         table.add_column(heading, justify="left" if left else "right", no_wrap=left)
     for group in groups:
@@ -182,19 +207,39 @@ def cells(expected: str, groups: Sequence[Group]) -> list[str]:
     found = alarms(groups)
     when = f"{min(found)}-{max(found)}" if found else ""
     runs = sum(len(group.first_alarms) for group in groups)
-    kl, bias, tail = (max(group.farthest[metric] for group in groups) for metric in (KL, RATIO, TAIL))
+    kl, bias, tail = (
+        max(group.farthest[metric] for group in groups) for metric in (KL, RATIO, TAIL)
+    )
     ess = min(group.farthest[ESS] for group in groups)
-    return [expected, str(runs), str(len(found)), when, f"{kl:.2g}", f"{bias:.2g}", f"{tail:.2g}", f"{ess:.3f}"]
+    return [
+        expected,
+        str(runs),
+        str(len(found)),
+        when,
+        f"{kl:.2g}",
+        f"{bias:.2g}",
+        f"{tail:.2g}",
+        f"{ess:.3f}",
+    ]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Replay, print the table, and write the figures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=Path, default=RESULTS, help="directory that study.py wrote to")
-    parser.add_argument("--real-runs", type=Path, default=REAL_RESULTS, help="directory that real_model.py wrote to")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--runs", type=Path, default=RESULTS, help="directory that study.py wrote to"
+    )
+    parser.add_argument(
+        "--real-runs", type=Path, default=REAL_RESULTS, help="directory that real_model.py wrote to"
+    )
     parser.add_argument("-o", "--output", type=Path)
     args = parser.parse_args(argv)
-    record: dict[str, Any] = {"benchmark": "guard", **provenance(torch.device("cpu"), "trl_qurl/trainers/guard.py")}
+    record: dict[str, Any] = {
+        "benchmark": "guard",
+        **provenance(torch.device("cpu"), "trl_qurl/trainers/guard.py"),
+    }
     groups = replay_all(args.runs, args.real_runs)
     record["results"] = [vars(group) for group in groups]
     console = Console(width=max(Console().width, 150))

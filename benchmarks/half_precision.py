@@ -2,11 +2,12 @@
 
     python benchmarks/half_precision.py MODEL
 
-*Updates*: every weight of the linear layers moves by `step`, AdamW's largest update at that learning rate, in a random
-direction; `changed` is the share of weights that the 16-bit type then rounds to another value, and `seen` the part of
-the move that these changes make up. *Mismatch*: the Kullback-Leibler divergence in nats per token of the distributions
-after each token of 16 answers of at most 64 tokens. A `pass` has float32 weights under autocast, as in TRL; a `copy`
-has weights and activations in 16 bits, as in an engine, but with PyTorch's kernels. Nothing is trained.
+*Updates*: every weight of the linear layers moves by `step`, AdamW's largest update at that
+learning rate, in a random direction; `changed` is the share of weights that the 16-bit type then
+rounds to another value, and `seen` the part of the move that these changes make up. *Mismatch*: the
+Kullback-Leibler divergence in nats per token of the distributions after each token of 16 answers of
+at most 64 tokens. A `pass` has float32 weights under autocast, as in TRL; a `copy` has weights and
+activations in 16 bits, as in an engine, but with PyTorch's kernels. Nothing is trained.
 """
 
 import argparse
@@ -31,8 +32,13 @@ def updates(model: torch.nn.Module, dtype: torch.dtype, step: float) -> dict[str
     for module in model.modules():
         if isinstance(module, torch.nn.Linear):
             sign = torch.randint(0, 2, module.weight.shape, generator=noise) * 2 - 1
-            moved = (module.weight + step * sign).to(dtype).float() - module.weight.to(dtype).float()
-            changed, seen = changed + float((moved != 0).sum()), seen + float((moved * sign).double().sum()) / step
+            moved = (module.weight + step * sign).to(dtype).float() - module.weight.to(
+                dtype
+            ).float()
+            changed, seen = (
+                changed + float((moved != 0).sum()),
+                seen + float((moved * sign).double().sum()) / step,
+            )
             count += moved.numel()
     return {"changed": changed / count, "seen": seen / count}
 
@@ -42,7 +48,8 @@ def mismatch(lab: Lab, dtype: torch.dtype) -> dict[str, float]:
     """The divergences between the exact distributions, those of a pass, and those of a copy."""
     copied = copy.deepcopy(lab.model).to(dtype)
     sums = {"pass from exact": 0.0, "copy from exact": 0.0, "pass from copy": 0.0}
-    for prompt, answer in zip(lab.prompts, lab.answers, strict=True):  # one at a time: a vocabulary may be large
+    # one at a time: a vocabulary may be large
+    for prompt, answer in zip(lab.prompts, lab.answers, strict=True):
         place = slice(len(prompt) - 1, -1)
         exact = lab.model(answer).logits[0, place].log_softmax(-1)
         with torch.autocast("cpu", dtype):
@@ -50,13 +57,18 @@ def mismatch(lab: Lab, dtype: torch.dtype) -> dict[str, float]:
         other = copied(answer).logits[0, place].float().log_softmax(-1)
         for name, (p, q) in zip(sums, ((exact, seen), (exact, other), (other, seen)), strict=True):
             sums[name] += float((p.exp() * (p - q)).sum())
-    tokens = sum(answer.shape[1] - len(prompt) for prompt, answer in zip(lab.prompts, lab.answers, strict=True))
+    tokens = sum(
+        answer.shape[1] - len(prompt)
+        for prompt, answer in zip(lab.prompts, lab.answers, strict=True)
+    )
     return {name: total / tokens for name, total in sums.items()}
 
 
 def main() -> int:
     """Measure, print two tables in Markdown, and write the figures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", help="directory of the model")
     parser.add_argument("-o", "--output", type=Path)
     args = parser.parse_args()
@@ -66,7 +78,9 @@ def main() -> int:
         **provenance(torch.device("cpu"), "trl_qurl"),
         "model": Path(args.model).resolve().name,
     }
-    record["updates"] = {name: {str(s): updates(lab.model, dtype, s) for s in STEPS} for name, dtype in TYPES.items()}
+    record["updates"] = {
+        name: {str(s): updates(lab.model, dtype, s) for s in STEPS} for name, dtype in TYPES.items()
+    }
     record["mismatch"] = {name: mismatch(lab, dtype) for name, dtype in TYPES.items()}
     print("| type | step | changed | seen |\n|---|---|---|---|")
     for name, row in record["updates"].items():

@@ -1,12 +1,15 @@
-"""How much memory do trainer and engine take, and how does it grow with the model, the batch and the completions?
+"""How much memory do trainer and engine take, and how does it grow with the model, the batch and
+the completions?
 
-    python benchmarks/memory.py                # 60 to 280 million parameters, random weights: 15 minutes on two cores
-    python benchmarks/memory.py --layers 2 --hidden 128 --vocabulary 500 --growth 1 2
+    python benchmarks/memory.py                # 60 to 280 million parameters, random weights: 15
+    minutes on two cores python benchmarks/memory.py --layers 2 --hidden 128 --vocabulary 500
+    --growth 1 2
 
-Real trainers with real engines, each in a separate process: one rollout is made and learned from twice (float32,
-AdamW). From a base, one size at a time is multiplied by each factor of `--growth`. All figures are over what the
-imports take: resident memory on a CPU, torch's allocations on a GPU, where the engine's cache of keys and values takes
-what `vllm_gpu_memory_utilization` gives it (on a CPU one GiB, taken as it is used).
+Real trainers with real engines, each in a separate process: one rollout is made and learned from
+twice (float32, AdamW). From a base, one size at a time is multiplied by each factor of `--growth`.
+All figures are over what the imports take: resident memory on a CPU, torch's allocations on a GPU,
+where the engine's cache of keys and values takes what `vllm_gpu_memory_utilization` gives it (on a
+CPU one GiB, taken as it is used).
 """
 
 import argparse
@@ -32,9 +35,9 @@ SYNCS = 2
 
 
 def measure(way: str, shape: Shape, load: Load, device: str) -> Iterator[dict[str, int]]:
-    """
-    Yields bytes: `parameters_bytes` of the policy, `engine_bytes` that starting the engine added, `sync_bytes` that a
-    sync takes for as long as it lasts, `peak_bytes` of everything at once.
+    """Yields bytes: `parameters_bytes` of the policy, `engine_bytes` that starting the engine
+    added, `sync_bytes` that a sync takes for as long as it lasts, `peak_bytes` of everything at
+    once.
     """
     import vllm  # noqa: F401  before the count begins, as what it takes does not grow
 
@@ -66,11 +69,19 @@ def settings(base: Shape, load: Load, growth: list[int]) -> list[tuple[str, Shap
         if factor != 1:
             found += [
                 (f"layers x {factor}", replace(base, layers=base.layers * factor), load),
-                (f"completions x {factor}", base, replace(load, completions=load.completions * factor)),
+                (
+                    f"completions x {factor}",
+                    base,
+                    replace(load, completions=load.completions * factor),
+                ),
                 (
                     f"completions x {factor}, in one pass",
                     base,
-                    replace(load, completions=load.completions * factor, train_batch=load.train_batch * factor),
+                    replace(
+                        load,
+                        completions=load.completions * factor,
+                        train_batch=load.train_batch * factor,
+                    ),
                 ),
                 (f"tokens x {factor}", base, replace(load, tokens=load.tokens * factor)),
             ]
@@ -79,7 +90,9 @@ def settings(base: Shape, load: Load, growth: list[int]) -> list[tuple[str, Shap
 
 def print_table(record: dict[str, Any], console: Console) -> None:
     """One line per setting and way."""
-    table = Table(title=f"Memory of a training step in GB, {record['hardware']}", box=box.SIMPLE_HEAD)
+    table = Table(
+        title=f"Memory of a training step in GB, {record['hardware']}", box=box.SIMPLE_HEAD
+    )
     table.add_column("setting")
     for column in ("rollouts", "parameters", "engine", "sync, for its time", "peak of a step"):
         table.add_column(column, justify="right")
@@ -94,31 +107,45 @@ def print_table(record: dict[str, Any], console: Console) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=Shape.hidden)
     parser.add_argument("--vocabulary", type=int, default=32000)
     add_precision_options(parser)
     parser.add_argument("--completions", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--growth", type=int, nargs="+", default=[1, 2, 4], help="factors; 1 is the base")
+    parser.add_argument(
+        "--growth", type=int, nargs="+", default=[1, 2, 4], help="factors; 1 is the base"
+    )
     parser.add_argument("--ways", nargs="+", choices=[*WAYS], default=["bf16", "int8"])
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine's memory is this process's
+    # the engine's memory is this process's
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     base = Shape(arguments.layers, arguments.hidden, arguments.vocabulary)
     precision = {"dtype": arguments.dtype, "engine_dtype": arguments.engine_dtype}
-    load = Load(arguments.completions, arguments.tokens, train_batch=arguments.completions, **precision)
+    load = Load(
+        arguments.completions, arguments.tokens, train_batch=arguments.completions, **precision
+    )
     console = Console(width=None if sys.stdout.isatty() else 140)
-    record: dict[str, Any] = {"benchmark": "memory", **provenance(torch.device(arguments.device), measured="trl_qurl")}
+    record: dict[str, Any] = {
+        "benchmark": "memory",
+        **provenance(torch.device(arguments.device), measured="trl_qurl"),
+    }
     record["cells"] = []
     for name, shape, sizes in settings(base, load, arguments.growth):
         for way in arguments.ways:
             cell = measure_apart(measure, way, shape, sizes, arguments.device)
-            record["cells"].append({"setting": name, "way": way, **asdict(shape), **asdict(sizes), **cell})
+            record["cells"].append(
+                {"setting": name, "way": way, **asdict(shape), **asdict(sizes), **cell}
+            )
             path = write_record(record, arguments.output)  # what is known is kept
             console.print(f"{name}, {way}: {cell.get('peak_bytes', 0) / 1e9:.2f} GB")
     print_table(record, console)

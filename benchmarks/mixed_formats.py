@@ -2,8 +2,9 @@
 
     python benchmarks/mixed_formats.py MODEL
 
-MODEL is a chat model such as SmolLM2-135M-Instruct, which gives 16 answers of at most 64 tokens. The KL is that of the
-distributions after each token, from forward passes that round, so formats are compared that no kernel runs here.
+MODEL is a chat model such as SmolLM2-135M-Instruct, which gives 16 answers of at most 64 tokens.
+The KL is that of the distributions after each token, from forward passes that round, so formats are
+compared that no kernel runs here.
 """
 
 import argparse
@@ -34,8 +35,16 @@ class Lab:
         self.model: Any = model.float().eval()
         self.prompts = [encode_prompt(tokenizer, question) for question in BUILT_IN]
         torch.manual_seed(0)
-        sampling = {"do_sample": True, "top_k": 0, "top_p": 1.0, "temperature": 1.0, "max_new_tokens": 64}
-        self.answers = [self.model.generate(torch.tensor([prompt]), **sampling) for prompt in self.prompts]
+        sampling = {
+            "do_sample": True,
+            "top_k": 0,
+            "top_p": 1.0,
+            "temperature": 1.0,
+            "max_new_tokens": 64,
+        }
+        self.answers = [
+            self.model.generate(torch.tensor([prompt]), **sampling) for prompt in self.prompts
+        ]
 
     @cached_property
     def exact(self) -> torch.Tensor:
@@ -46,10 +55,14 @@ class Lab:
     def logps(self) -> torch.Tensor:
         """Return the log-probabilities of all tokens after each token of the answers, (T, V)."""
         pairs = zip(self.prompts, self.answers, strict=True)
-        return torch.cat([self.model(each).logits[0, len(prompt) - 1 : -1] for prompt, each in pairs]).log_softmax(-1)
+        return torch.cat(
+            [self.model(each).logits[0, len(prompt) - 1 : -1] for prompt, each in pairs]
+        ).log_softmax(-1)
 
     def measure(self, formats: Formats) -> dict[str, Any]:
-        """Return the KL, in nats per token, and the size of the checkpoint in bytes, smoothed as in training."""
+        """Return the KL, in nats per token, and the size of the checkpoint in bytes, smoothed as in
+        training.
+        """
         weights = WeightStream(self.model, make_plan(self.model, formats), smooths=True)
         weights.fit_smoothing(self.model, self.prompts)
         with quantized_forward(self.model, weights.plan, weights.smoothing):
@@ -59,7 +72,9 @@ class Lab:
 
 def main() -> int:
     """Measure, print a table in Markdown, and write the figures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", help="directory of the model")
     parser.add_argument("-o", "--output", type=Path)
     args = parser.parse_args()
@@ -67,8 +82,15 @@ def main() -> int:
     plain, weights = lab.measure("int8"), WeightStream(lab.model, make_plan(lab.model, "int8"))
     steps = find_steps(lab.model, weights, lab.prompts, [SCHEMES["w8a16"]])
     worst = [step.layers for step in steps if step.format == "w8a16"]
-    record = {"benchmark": "mixed_formats", **provenance(torch.device("cpu"), "trl_qurl"), "results": {"int8": plain}}
-    print(f"| layers | format | KL, 1e-3 nats | MB |\n|---|---|---|---|\n| none | - | {1e3 * plain['kl']:.2f} | 0 |")
+    record = {
+        "benchmark": "mixed_formats",
+        **provenance(torch.device("cpu"), "trl_qurl"),
+        "results": {"int8": plain},
+    }
+    print(
+        "| layers | format | KL, 1e-3 nats | MB |\n|---|---|---|---|\n| none | - | "
+        f"{1e3 * plain['kl']:.2f} | 0 |"
+    )
     for count, name in product((3, 10, 30), ("none", "w8a16", "w4a16")):
         formats = {**dict.fromkeys(chain(*worst[:count]), name), "*": "int8"}
         found = record["results"][f"{count} in {name}"] = lab.measure(formats)

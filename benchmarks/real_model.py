@@ -1,11 +1,11 @@
 """Train a real chat model, SmolLM2-135M-Instruct, with and without quantized rollouts.
 
-    python benchmarks/real_model.py MODEL                            # every missing run, one after the other
-    python benchmarks/real_model.py MODEL --arms int8_acr --seeds 0
-    python -m benchmarks.real_model_tables                           # results so far
+    python benchmarks/real_model.py MODEL                            # every missing run, one after
+    the other python benchmarks/real_model.py MODEL --arms int8_acr --seeds 0 python -m
+    benchmarks.real_model_tables                           # results so far
 
-Each run has its own process and writes a short log to `benchmarks/results/real_model/TASK/`. Existing logs are
-skipped, so an interrupted study resumes at the first missing run.
+Each run has its own process and writes a short log to `benchmarks/results/real_model/TASK/`.
+Existing logs are skipped, so an interrupted study resumes at the first missing run.
 """
 
 import argparse
@@ -20,7 +20,9 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "real_model"
 PLAIN = {"smooth_activations": False}
-FLOAT32_CODES = "quantizes the float32 weights, which autocast rounds to bfloat16 before it computes"
+FLOAT32_CODES = (
+    "quantizes the float32 weights, which autocast rounds to bfloat16 before it computes"
+)
 RATE = "factor of the learning rate"
 LORA = "adapter"
 OTHER_SEEDS = "seeds that no other arm has"
@@ -34,24 +36,38 @@ ARMS: dict[str, dict[str, Any]] = {
     "int8_naive": {"objective": "naive"},
     "int8_tis": {"objective": "tis"},
     "int8_acr": {"objective": "acr"},
-    "int8_float32_codes_quantized_ratio": {"objective": "quantized_ratio", FLOAT32_CODES: True, **PLAIN},
-    "int8_merged_adapter": {"objective": "acr", LORA: True, RATE: 20.0},  # a usual rate, not searched
+    "int8_float32_codes_quantized_ratio": {
+        "objective": "quantized_ratio",
+        FLOAT32_CODES: True,
+        **PLAIN,
+    },
+    # a usual rate, not searched
+    "int8_merged_adapter": {"objective": "acr", LORA: True, RATE: 20.0},
     "int8_rounded_base": {"objective": "acr", "round_base": True, LORA: True, RATE: 20.0},
     "bf16_triple_rate": {**BF16, RATE: 3.0},
     # Before training: what a format does to the answers.
     "bf16_untrained": {**BF16, RATE: 0.0},
     "int8_untrained": {RATE: 0.0},
     "w4a16_untrained": {"rollout_quantization": "w4a16", RATE: 0.0},
-    "w4a16_rounded_untrained": {"rollout_quantization": "w4a16", "round_base": True, LORA: True, RATE: 0.0},
+    "w4a16_rounded_untrained": {
+        "rollout_quantization": "w4a16",
+        "round_base": True,
+        LORA: True,
+        RATE: 0.0,
+    },
 }
 ROLLOUTS = 40
 
 
 def main() -> None:
     """Make the runs that are missing."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", help="directory of the model")
-    parser.add_argument("--task", default="arithmetic", help="a task of chat_tasks.py (default: arithmetic)")
+    parser.add_argument(
+        "--task", default="arithmetic", help="a task of chat_tasks.py (default: arithmetic)"
+    )
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--rollouts", type=int, default=ROLLOUTS)
@@ -79,12 +95,16 @@ def place(directory: Path, arm: str, seed: int) -> Path:
 
 
 def run_child(arm: str, seed: int) -> None:
-    """Run one arm in a separate process, which frees the engine; show its output only if it fails."""
+    """Run one arm in a separate process, which frees the engine;
+    show its output only if it fails.
+    """
     from trl_qurl.lab.demo.run import ENVIRONMENT
 
     print(f"{arm}, seed {seed}", flush=True)
     command = [sys.executable, *sys.argv, "--one", arm, str(seed)]
-    done = subprocess.run(command, env={**ENVIRONMENT, **os.environ}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env={**ENVIRONMENT, **os.environ}, capture_output=True, text=True, check=False
+    )
     if done.returncode:
         print(f"  FAILED with exit status {done.returncode}:\n{done.stderr[-2000:]}", flush=True)
 
@@ -114,14 +134,19 @@ def train(model: str, task_name: str, arm: str, seed: int, rollouts: int, output
     if settings.pop(LORA, False):
         from peft import LoraConfig
 
-        adapter = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+        adapter = LoraConfig(
+            r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"
+        )
     settings |= {
         "max_completion_length": task.longest,
         "vllm_max_model_length": 128 + task.longest,
     }
 
     def reward(completions: list[Any], answer: list[Any], **kwargs: Any) -> list[float]:
-        return [task.reward(turns[0]["content"], right) for turns, right in zip(completions, answer, strict=True)]
+        return [
+            task.reward(turns[0]["content"], right)
+            for turns, right in zip(completions, answer, strict=True)
+        ]
 
     found = provenance(torch.device("cpu"), measured="trl_qurl")
     with tempfile.TemporaryDirectory() as directory:
@@ -141,14 +166,30 @@ def train(model: str, task_name: str, arm: str, seed: int, rollouts: int, output
             "engine_greedy": accuracy(task, answer_by_engine(trainer, task, sampled=False)),
         }
         rows = read_run(directory).rows
-    names = ("objective", "learning_rate", "max_steps", "seed", "quantization_ignore", "per_device_train_batch_size")
+    names = (
+        "objective",
+        "learning_rate",
+        "max_steps",
+        "seed",
+        "quantization_ignore",
+        "per_device_train_batch_size",
+    )
     kept: dict[str, Any] = {name: getattr(config, name) for name in names}
-    kept |= {"arm": arm, "seed": seed, "task": task_name, "rollout_quantization": scheme, **measured, **found}
+    kept |= {
+        "arm": arm,
+        "seed": seed,
+        "task": task_name,
+        "rollout_quantization": scheme,
+        **measured,
+        **found,
+    }
     write_short_log(kept, rows, place(output, arm, seed))
 
 
 def answer(trainer: Any, task: Any, sampled: bool) -> list[list[str]]:
-    """Answer the held-out questions with the float32 weights: several samples each, or one greedy answer."""
+    """Answer the held-out questions with the float32 weights: several samples each, or one greedy
+    answer.
+    """
     import torch
 
     model, tokenizer = trainer.model, trainer.processing_class
@@ -166,9 +207,15 @@ def answer(trainer: Any, task: Any, sampled: bool) -> list[list[str]]:
     model.eval()
     with torch.inference_mode():
         tokens = model.generate(
-            **inputs, max_new_tokens=task.longest, do_sample=sampled, num_return_sequences=count, **sampling
+            **inputs,
+            max_new_tokens=task.longest,
+            do_sample=sampled,
+            num_return_sequences=count,
+            **sampling,
         )
-    texts = tokenizer.batch_decode(tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    texts = tokenizer.batch_decode(
+        tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True
+    )
     return [texts[start : start + count] for start in range(0, len(texts), count)]
 
 
@@ -176,7 +223,9 @@ def answer_by_engine(trainer: Any, task: Any, sampled: bool) -> list[list[str]]:
     """Answer the held-out questions with the rollout engine, after syncing the weights."""
     tokenizer, generation = trainer.processing_class, trainer.vllm_generation
     messages = [messages for messages, _ in task.held_out]
-    prompts = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+    prompts = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)[
+        "input_ids"
+    ]
     count = task.samples if sampled else 1
     generation.sync_weights()
     generation.temperature = float(sampled)
@@ -189,7 +238,9 @@ def answer_by_engine(trainer: Any, task: Any, sampled: bool) -> list[list[str]]:
 def accuracy(task: Any, texts: list[list[str]]) -> float:
     """Return the mean reward of answers to the held-out questions."""
     return mean(
-        task.reward(text, right) for given, (_, right) in zip(texts, task.held_out, strict=True) for text in given
+        task.reward(text, right)
+        for given, (_, right) in zip(texts, task.held_out, strict=True)
+        for text in given
     )
 
 

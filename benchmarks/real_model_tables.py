@@ -31,7 +31,10 @@ from trl_qurl.lab.runs import Run
 
 CONTRASTS = [
     ("bf16_again", "bf16"),  # what seeds alone do
-    *((arm, "bf16") for arm in ("int8_acr", "int8_tis", "int8_naive", "int8_plain_acr", "int8_plain_naive")),
+    *(
+        (arm, "bf16")
+        for arm in ("int8_acr", "int8_tis", "int8_naive", "int8_plain_acr", "int8_plain_naive")
+    ),
     ("int8_acr + int8_tis + int8_naive", "bf16"),
     ("int8_acr", "int8_tis"),
     ("int8_tis", "int8_naive"),
@@ -58,11 +61,19 @@ MEASURES: dict[str, Any] = {
 
 def main() -> None:
     """Print the tables, or draw the picture."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--task", choices=TASKS, default="arithmetic", help="default: arithmetic")
-    parser.add_argument("--runs", type=Path, default=RESULTS, help="directory that real_model.py wrote to")
+    parser.add_argument(
+        "--runs", type=Path, default=RESULTS, help="directory that real_model.py wrote to"
+    )
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw instead")
-    parser.add_argument("--by-time", action="store_true", help="draw the reward by time, too: for runs on idle cores")
+    parser.add_argument(
+        "--by-time",
+        action="store_true",
+        help="draw the reward by time, too: for runs on idle cores",
+    )
     args = parser.parse_args()
     arms = read_arms(args.runs / args.task, list(ARMS))
     if args.picture:
@@ -72,7 +83,9 @@ def main() -> None:
 
 
 def arm_table(arms: Arms) -> str:
-    """Format one row per arm: means over seeds, with half a 95 % interval (Student's t) for reward and accuracy."""
+    """Format one row per arm: means over seeds, with half a 95 % interval (Student's t) for reward
+    and accuracy.
+    """
     headings = ("arm", "seeds", *MEASURES, "KL, first", "last ten", "largest")
     lines = []
     for arm, by_seed in arms.items():
@@ -83,7 +96,10 @@ def arm_table(arms: Arms) -> str:
             (
                 arm,
                 str(len(runs)),
-                *(plus_minus(stated(measure(run) for run in runs)) for measure in MEASURES.values()),
+                *(
+                    plus_minus(stated(measure(run) for run in runs))
+                    for measure in MEASURES.values()
+                ),
                 f"{mean(each[0] for each in kl):.4f}",
                 f"{mean(value for each in kl for value in each[-10:]):.4f}",
                 f"{max(map(max, kl)):.4f}",
@@ -103,7 +119,12 @@ def rollouts(run: Run) -> list[dict[str, Any]]:
 
 def seconds(row: dict[str, Any]) -> float:
     """Add up generation, sync, scoring and updates of one rollout."""
-    return row["time/generate_s"] + row["time/sync_s"] + row["time/logps_s"] + UPDATES * row["time/update_s"]
+    return (
+        row["time/generate_s"]
+        + row["time/sync_s"]
+        + row["time/logps_s"]
+        + UPDATES * row["time/update_s"]
+    )
 
 
 def contrast_table(arms: Arms) -> str:
@@ -113,7 +134,10 @@ def contrast_table(arms: Arms) -> str:
     """
     columns: dict[str, list[str]] = {}
     for measure, function in MEASURES.items():
-        found = {f"{ours} − {theirs}": samples(arms, ours, theirs, function) for ours, theirs in CONTRASTS}
+        found = {
+            f"{ours} − {theirs}": samples(arms, ours, theirs, function)
+            for ours, theirs in CONTRASTS
+        }
         found = {name: each for name, each in found.items() if each[0]}
         p_values = [p_value(*each) for each in found.values()]
         columns["difference"] = list(found)
@@ -131,7 +155,9 @@ def contrast_table(arms: Arms) -> str:
 
 
 def samples(arms: Arms, ours: str, theirs: str, measure: Callable[[Run], float]) -> Samples:
-    """As `samples_of`, also of the mean of several arms ("a + b") in their seeds, which all count from zero."""
+    """As `samples_of`, also of the mean of several arms ("a + b") in their seeds, which all count
+    from zero.
+    """
     parts = [samples_of(arms, name, theirs, measure) for name in ours.split(" + ")]
     if len(parts) == 1:
         return parts[0]
@@ -139,7 +165,9 @@ def samples(arms: Arms, ours: str, theirs: str, measure: Callable[[Run], float])
 
 
 def draw(arms: Arms, path: Path, by_time: bool) -> None:
-    """Draw reward and KL, a line per arm: the mean of its seeds over five rollouts, by rollout and by time."""
+    """Draw reward and KL, a line per arm: the mean of its seeds over five rollouts, by rollout and
+    by time.
+    """
     import numpy as np
     from matplotlib.figure import Figure
 
@@ -161,7 +189,11 @@ def draw(arms: Arms, path: Path, by_time: bool) -> None:
             if runs := arms.get(arm, {}).values():
                 shown = smooth(curve(runs, itemgetter(metric)))
                 # The median rollout, because other work on the machine slowed down some.
-                each = median(seconds(row) for run in runs for row in rollouts(run)) / 60 if x == "minutes" else 1
+                each = (
+                    median(seconds(row) for run in runs for row in rollouts(run)) / 60
+                    if x == "minutes"
+                    else 1
+                )
                 spent = np.arange(1, len(shown) + 5) * each
                 axes.plot(spent[2:-2], shown, dashes, color=color, linewidth=2, label=label)
         axes.set_title(title, loc="left", fontsize=11)

@@ -1,14 +1,15 @@
 """What does a step take with plain TRL, and with ours? The rival generates with transformers.
 
-    python benchmarks/rival.py MODEL                       # 64 and 256 tokens: 40 minutes on two idle cores
-    python benchmarks/rival.py MODEL --tokens 512 --ways bf16 int8
-    python benchmarks/rival.py --shape tiny --completions 8 --tokens 16 --repeats 1    # random weights
+    python benchmarks/rival.py MODEL                       # 64 and 256 tokens: 40 minutes on two
+    idle cores python benchmarks/rival.py MODEL --tokens 512 --ways bf16 int8 python
+    benchmarks/rival.py --shape tiny --completions 8 --tokens 16 --repeats 1    # random weights
 
-MODEL is the directory of a model. Each way has the settings that its users get: float32 weights, bfloat16 autocast,
-one update per rollout, and vLLM compiles. A start is everything from a new process to the first step, alone on the
-machine: first with empty caches of vLLM and torch, then with what that start left. The trainers that remain are asked
-for steps in turns. *other* is the step without generation and sync: log-probabilities, update, and all else. Peak
-memory is that of the process, or of torch's allocations on a GPU.
+MODEL is the directory of a model. Each way has the settings that its users get: float32 weights,
+bfloat16 autocast, one update per rollout, and vLLM compiles. A start is everything from a new
+process to the first step, alone on the machine: first with empty caches of vLLM and torch, then
+with what that start left. The trainers that remain are asked for steps in turns. *other* is the
+step without generation and sync: log-probabilities, update, and all else. Peak memory is that of
+the process, or of torch's allocations on a GPU.
 """
 
 import argparse
@@ -38,7 +39,9 @@ from trl_qurl.lab.device import keep_freed_memory
 AS_USERS_HAVE_IT = {"vllm_engine_kwargs": {}, "sync_check_interval": 16}
 
 
-def build(way: str, model: Shape | str, load: Load, steps: int, device: str, asked: float) -> InForeground:
+def build(
+    way: str, model: Shape | str, load: Load, steps: int, device: str, asked: float
+) -> InForeground:
     """A trainer that answers what its start took, or its next step; run in a separate process."""
     keep_freed_memory()  # as `trl-qurl grpo` does; the rival gets it as well
     gate = Gate(load.updates)
@@ -50,13 +53,19 @@ def build(way: str, model: Shape | str, load: Load, steps: int, device: str, ask
     def answer(question: str = "step") -> dict[str, float]:
         if question == "start":
             return {"start_s": start_s}
-        return timed_step(gate, trainer, load.updates) | {"peak_bytes": peak_bytes(torch.device(device))}
+        return timed_step(gate, trainer, load.updates) | {
+            "peak_bytes": peak_bytes(torch.device(device))
+        }
 
     return InForeground(answer, functools.partial(gate.run, trainer))
 
 
-def start(way: str, model: Shape | str, load: Load, steps: int, device: str) -> tuple[Contestant, float | None]:
-    """A contestant that waits for its first step, and the seconds that took; `None` if it failed."""
+def start(
+    way: str, model: Shape | str, load: Load, steps: int, device: str
+) -> tuple[Contestant, float | None]:
+    """A contestant that waits for its first step, and the
+    seconds that took; `None` if it failed.
+    """
     contestant = Contestant(build, way, model, load, steps, device, time.time())
     try:
         return contestant, contestant.ask("start")["start_s"]
@@ -64,7 +73,9 @@ def start(way: str, model: Shape | str, load: Load, steps: int, device: str) -> 
         return contestant, None  # `measure` records why
 
 
-def compare(model: Shape | str, load: Load, arguments: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
+def compare(
+    model: Shape | str, load: Load, arguments: argparse.Namespace, console: Console
+) -> list[dict[str, Any]]:
     """Start the trainers one after another, then take steps in turns; one cell per way."""
     settings = (model, load, arguments.repeats + 2, arguments.device)
     contestants, starts = {}, {}
@@ -76,7 +87,9 @@ def compare(model: Shape | str, load: Load, arguments: argparse.Namespace, conso
                 contestants[way].stop()
                 contestants[way], later_s = start(way, *settings)
                 starts[way] = {"first_start_s": first_s, "later_start_s": later_s}
-                console.print(f"{way}: started in {first_s or 0:.0f} s, then in {later_s or 0:.0f} s")
+                console.print(
+                    f"{way}: started in {first_s or 0:.0f} s, then in {later_s or 0:.0f} s"
+                )
             cells = measure(contestants, arguments.repeats, console)
     finally:
         for contestant in contestants.values():
@@ -117,7 +130,11 @@ def print_table(record: dict[str, Any], console: Console) -> None:
             console.print(f"{cell['way']} failed: {cell['failure'][:300]}")
             continue
         steps = [step["step_s"] for step in cell["steps"]]
-        rival = [one["step_s"] for one in record["cells"] if one["tokens"] == cell["tokens"] and "step_s" in one][0]
+        rival = [
+            one["step_s"]
+            for one in record["cells"]
+            if one["tokens"] == cell["tokens"] and "step_s" in one
+        ][0]
         table.add_row(
             str(cell["tokens"]),
             cell["way"],
@@ -135,22 +152,37 @@ def print_table(record: dict[str, Any], console: Console) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", help="directory of a model (default: random weights of --shape)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "model", nargs="?", help="directory of a model (default: random weights of --shape)"
+    )
     add_shape_options(parser)
-    parser.add_argument("--ways", nargs="+", choices=[*WAYS], default=[TRANSFORMERS, "bf16", "int8"])
+    parser.add_argument(
+        "--ways", nargs="+", choices=[*WAYS], default=[TRANSFORMERS, "bf16", "int8"]
+    )
     parser.add_argument("--completions", type=int, default=32)
     parser.add_argument("--tokens", type=int, nargs="+", default=[64, 256])
-    parser.add_argument("--prompt", type=int, default=400, help="characters of a prompt (default: %(default)s)")
+    parser.add_argument(
+        "--prompt", type=int, default=400, help="characters of a prompt (default: %(default)s)"
+    )
     parser.add_argument("--repeats", type=int, default=4)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     load = Load(completions=arguments.completions, prompt=arguments.prompt)
     console = Console(width=None if sys.stdout.isatty() else 140)
-    record = {"benchmark": "rival", **provenance(torch.device(arguments.device), measured="trl_qurl")}
-    record |= {"model": Path(arguments.model).name if arguments.model else asdict(read_shape(arguments))}
+    record = {
+        "benchmark": "rival",
+        **provenance(torch.device(arguments.device), measured="trl_qurl"),
+    }
+    record |= {
+        "model": Path(arguments.model).name if arguments.model else asdict(read_shape(arguments))
+    }
     record |= {"load": asdict(load), "repeats": arguments.repeats}
     record["trained_in_bf16"] = trains_in_bf16(arguments.device)
     record["cells"] = []

@@ -21,7 +21,9 @@ class Shape:
     tied: bool = True
 
     def build(self, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-        """Build the model. Its weights are made in `dtype`: 7 billion in float32 first would need 30 GB."""
+        """Build the model. Its weights are made in `dtype`: 7 billion in float32 first would need
+        30 GB.
+        """
         heads = self.heads or max(2, self.hidden // 64)
         config = Qwen3Config(
             num_hidden_layers=self.layers,
@@ -45,12 +47,16 @@ SHAPES = {
     "7B": Shape(28, 3584, 152064, intermediate=18944, heads=28, kv_heads=4, tied=False),
     "tiny": Shape(2, 128, 1000),
 }
-"""By name: Qwen3-0.6B; the dimensions of Qwen2.5-0.5B and of Qwen2.5-7B; and one to try a script with."""
+"""By name: Qwen3-0.6B; the dimensions of Qwen2.5-0.5B and of Qwen2.5-7B; and one to try a script
+with.
+"""
 
 
 def add_shape_options(parser: argparse.ArgumentParser) -> None:
     """Add `--shape`, and the options that override parts of it."""
-    parser.add_argument("--shape", choices=SHAPES, default="0.6B", help="size of the model (default: %(default)s)")
+    parser.add_argument(
+        "--shape", choices=SHAPES, default="0.6B", help="size of the model (default: %(default)s)"
+    )
     for name in ("layers", "hidden", "vocabulary"):
         parser.add_argument(f"--{name}", type=int, help="override this dimension of the shape")
 
@@ -58,4 +64,7 @@ def add_shape_options(parser: argparse.ArgumentParser) -> None:
 def read_shape(arguments: argparse.Namespace) -> Shape:
     """Return the shape that the options ask for."""
     overrides = {name: getattr(arguments, name) for name in ("layers", "hidden", "vocabulary")}
-    return replace(SHAPES[arguments.shape], **{name: size for name, size in overrides.items() if size is not None})
+    return replace(
+        SHAPES[arguments.shape],
+        **{name: size for name, size in overrides.items() if size is not None},
+    )

@@ -1,4 +1,6 @@
-"""Real trainers on models of random weights, as the benchmarks of rollouts and steps compare them."""
+"""Real trainers on models of random weights, as the benchmarks of
+rollouts and steps compare them.
+"""
 
 import argparse
 import os
@@ -28,7 +30,9 @@ WAYS = {
     "fp8": {"rollout_quantization": "fp8"},
     LLMCOMPRESSOR: {"rollout_quantization": "int8", "weight_sync": "llmcompressor"},
 }
-"""Name to what distinguishes it: TRL's own trainer with rollouts by vLLM or transformers, and ours in each format."""
+"""Name to what distinguishes it: TRL's own trainer with rollouts by vLLM or transformers, and ours
+in each format.
+"""
 
 
 @dataclass(frozen=True)
@@ -117,12 +121,15 @@ def build_trainer(
     if load.lora_rank and peft_config is None:
         from peft import LoraConfig
 
-        peft_config = LoraConfig(r=load.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM")
+        peft_config = LoraConfig(
+            r=load.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM"
+        )
     if way == TRL:
         # TRL's engine loads the model by its name.
         model.save_pretrained(f"{directory}/model")
         tokenizer.save_pretrained(f"{directory}/model")
-        model, settings["model_init_kwargs"] = f"{directory}/model", {"dtype": load.dtype}  # TRL's default is float32
+        # TRL's default is float32
+        model, settings["model_init_kwargs"] = f"{directory}/model", {"dtype": load.dtype}
         if device == "cuda":
             torch.cuda.empty_cache()  # TRL loads its own copy
     if way in (TRL, TRANSFORMERS):
@@ -133,12 +140,19 @@ def build_trainer(
         if load.engine_dtype is not None:
             engine["dtype"] = load.engine_dtype
         own["vllm_engine_kwargs"] = engine
-        kind, config = QuRLGRPOTrainer, QuRLGRPOConfig(directory, **(settings | own | WAYS[way] | further))
+        kind, config = (
+            QuRLGRPOTrainer,
+            QuRLGRPOConfig(directory, **(settings | own | WAYS[way] | further)),
+        )
     trainer = kind(
         model=model,
-        reward_funcs=lambda completions, **kwargs: [float(len(completion)) for completion in completions],
+        reward_funcs=lambda completions, **kwargs: [
+            float(len(completion)) for completion in completions
+        ],
         args=config,
-        train_dataset=Dataset.from_dict({"prompt": [prompt(load.prompt, number) for number in range(64)]}),
+        train_dataset=Dataset.from_dict(
+            {"prompt": [prompt(load.prompt, number) for number in range(64)]}
+        ),
         processing_class=tokenizer,
         callbacks=list(callbacks),
         peft_config=peft_config,
@@ -148,7 +162,9 @@ def build_trainer(
 
 
 def _timed_grpo_trainer() -> type:
-    """TRL's trainer, which logs the seconds of its generation (with its sync, if vLLM generates) as ours does."""
+    """TRL's trainer, which logs the seconds of its generation (with its sync, if vLLM generates) as
+    ours does.
+    """
     from trl import GRPOTrainer
 
     class TimedGRPOTrainer(GRPOTrainer):
@@ -163,8 +179,16 @@ def _timed_grpo_trainer() -> type:
 
 def add_precision_options(parser: argparse.ArgumentParser) -> None:
     """Add the options for the precision of trainer and engine, by the names of `Load`."""
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default=Load.dtype, help="of the trained weights")
-    parser.add_argument("--engine-dtype", help="of the engine's 16-bit layers; float32 for CPUs that emulate bfloat16")
+    parser.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16"],
+        default=Load.dtype,
+        help="of the trained weights",
+    )
+    parser.add_argument(
+        "--engine-dtype",
+        help="of the engine's 16-bit layers; float32 for CPUs that emulate bfloat16",
+    )
 
 
 def trains_in_bf16(device: str) -> bool:

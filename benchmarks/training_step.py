@@ -1,13 +1,17 @@
-"""What does a whole training step cost, where does it go, and what do quantized rollouts change about it?
+"""What does a whole training step cost, where does it go, and what do quantized rollouts change
+about it?
 
-    python benchmarks/training_step.py                              # Qwen3-0.6B's shape: an hour on two cores
-    python benchmarks/training_step.py --layers 2 --hidden 128 --vocabulary 500 --tokens 16 --repeats 2
+    python benchmarks/training_step.py                              # Qwen3-0.6B's shape: an hour on
+    two cores python benchmarks/training_step.py --layers 2 --hidden 128 --vocabulary 500 --tokens
+    16 --repeats 2
 
-Real trainers with real engines on random weights, each in a separate process; all are there at once, and are asked
-for steps in turns. A step is a sync, a rollout, its log-probabilities and its update; its parts come from the log, its
-seconds from the clock. `--apart` lets one trainer finish before the next is made, where memory holds no two of them.
-`plain TRL` is TRL's own trainer with rollouts in BF16, `llm-compressor` is ours with a checkpoint by llm-compressor
-for every step, `passes` are the forward and backward passes of an update and nothing else: what no trainer can avoid.
+Real trainers with real engines on random weights, each in a separate process; all are there at
+once, and are asked for steps in turns. A step is a sync, a rollout, its log-probabilities and its
+update; its parts come from the log, its seconds from the clock. `--apart` lets one trainer finish
+before the next is made, where memory holds no two of them. `plain TRL` is TRL's own trainer with
+rollouts in BF16, `llm-compressor` is ours with a checkpoint by llm-compressor for every step,
+`passes` are the forward and backward passes of an update and nothing else: what no trainer can
+avoid.
 """
 
 import argparse
@@ -81,12 +85,16 @@ class Gate(TrainerCallback):
 def build(way: str, shape: Shape, load: Load, repeats: int, device: str) -> InForeground:
     """A trainer that answers what its next step cost; run in a separate process."""
     gate = Gate(load.updates)
-    trainer = build_trainer(way, shape, load, device, [gate], max_steps=(repeats + 2) * load.updates)
-    # Before the trainer's own clock of a step starts, or the wait for this trainer's turn would belong to the step.
+    trainer = build_trainer(
+        way, shape, load, device, [gate], max_steps=(repeats + 2) * load.updates
+    )
+    # Before the trainer's own clock of a step starts, or the wait for this trainer's turn would
+    # belong to the step.
     trainer.callback_handler.callbacks.sort(key=lambda callback: callback is not gate)
 
     return InForeground(
-        functools.partial(timed_step, gate, trainer, load.updates), functools.partial(gate.run, trainer)
+        functools.partial(timed_step, gate, trainer, load.updates),
+        functools.partial(gate.run, trainer),
     )
 
 
@@ -104,11 +112,17 @@ def timed_step(gate: Gate, trainer: Any, updates: int) -> dict[str, float]:
     return seconds
 
 
-def build_passes(way: str, shape: Shape, load: Load, repeats: int, device: str) -> Callable[[], dict[str, float]]:
-    """Forward and backward passes over all completions, as a trainer computes them, without a trainer."""
+def build_passes(
+    way: str, shape: Shape, load: Load, repeats: int, device: str
+) -> Callable[[], dict[str, float]]:
+    """Forward and backward passes over all completions, as a trainer computes them, without a
+    trainer.
+    """
     model: Any = shape.build(torch.float32, torch.device(device)).train()
     model.gradient_checkpointing_enable()
-    tokens = torch.randint(shape.vocabulary, (load.train_batch, load.prompt + load.tokens), device=device)
+    tokens = torch.randint(
+        shape.vocabulary, (load.train_batch, load.prompt + load.tokens), device=device
+    )
 
     def step() -> dict[str, float]:
         started = time.perf_counter()
@@ -126,8 +140,12 @@ def build_passes(way: str, shape: Shape, load: Load, repeats: int, device: str) 
     return step
 
 
-def measure(contestants: dict[str, Contestant], repeats: int, console: Console) -> list[dict[str, Any]]:
-    """One cell per way, with all of its steps; one that fails keeps its reason and the steps before."""
+def measure(
+    contestants: dict[str, Contestant], repeats: int, console: Console
+) -> list[dict[str, Any]]:
+    """One cell per way, with all of its steps; one that fails keeps its reason and the steps
+    before.
+    """
     cells: dict[str, dict[str, Any]] = {way: {"way": way, "steps": []} for way in contestants}
     for repeat in range(repeats + 1):
         for way, contestant in contestants.items():
@@ -163,7 +181,14 @@ def print_table(record: dict[str, Any], console: Console) -> None:
         parts = [f"{cell[f'{part}_s']:.2f}" if f"{part}_s" in cell else "-" for part in PARTS]
         share = f"{cell['sync_s'] / cell['step_s']:.1%}" if "sync_s" in cell else "-"
         gain = f"{base / cell['step_s']:.2f}" if base and cell["way"] != PASSES else "-"
-        table.add_row(cell["way"], f"{cell['step_s']:.1f}", f"{min(steps):.1f}-{max(steps):.1f}", *parts, share, gain)
+        table.add_row(
+            cell["way"],
+            f"{cell['step_s']:.1f}",
+            f"{min(steps):.1f}-{max(steps):.1f}",
+            *parts,
+            share,
+            gain,
+        )
     console.print(table)
     for cell in record["cells"]:
         if "failure" in cell:
@@ -171,34 +196,61 @@ def print_table(record: dict[str, Any], console: Console) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_shape_options(parser)
     add_precision_options(parser)
-    parser.add_argument("--ways", nargs="+", choices=[*WAYS, PASSES], default=["bf16", "int8", PASSES])
+    parser.add_argument(
+        "--ways", nargs="+", choices=[*WAYS, PASSES], default=["bf16", "int8", PASSES]
+    )
     parser.add_argument("--completions", type=int, default=Load.completions)
     parser.add_argument("--tokens", type=int, default=Load.tokens)
     parser.add_argument("--train-batch", type=int, default=Load.train_batch)
     parser.add_argument("--updates", type=int, default=Load.updates)
-    parser.add_argument("--lora-rank", type=int, default=Load.lora_rank, help="train an adapter (default: the model)")
+    parser.add_argument(
+        "--lora-rank",
+        type=int,
+        default=Load.lora_rank,
+        help="train an adapter (default: the model)",
+    )
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--apart", action="store_true", help="one way after the other instead of in turns")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--apart", action="store_true", help="one way after the other instead of in turns"
+    )
+    parser.add_argument(
+        "--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     shape = read_shape(arguments)
-    names = ("completions", "tokens", "train_batch", "updates", "lora_rank", "dtype", "engine_dtype")
+    names = (
+        "completions",
+        "tokens",
+        "train_batch",
+        "updates",
+        "lora_rank",
+        "dtype",
+        "engine_dtype",
+    )
     load = Load(**{name: getattr(arguments, name) for name in names})
     console = Console(width=None if sys.stdout.isatty() else 140)
-    record = {"benchmark": "training_step", **provenance(torch.device(arguments.device), measured="trl_qurl")}
+    record = {
+        "benchmark": "training_step",
+        **provenance(torch.device(arguments.device), measured="trl_qurl"),
+    }
     record |= {"shape": asdict(shape), "load": asdict(load), "repeats": arguments.repeats}
     settings = (shape, load, arguments.repeats, arguments.device)
     record["in_turns"] = not arguments.apart
     record["trained_in_bf16"] = trains_in_bf16(arguments.device)
     record["cells"] = []
     for ways in [[way] for way in arguments.ways] if arguments.apart else [arguments.ways]:
-        contestants = {way: Contestant(build_passes if way == PASSES else build, way, *settings) for way in ways}
+        contestants = {
+            way: Contestant(build_passes if way == PASSES else build, way, *settings)
+            for way in ways
+        }
         try:
             record["cells"] += measure(contestants, arguments.repeats, console)
         finally:

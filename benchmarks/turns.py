@@ -1,6 +1,7 @@
 """Measure in turns: each contestant lives in a separate process, and one at a time is asked.
 
-What is compared then meets the same minute of the same machine, and no engine shares a process with another.
+What is compared then meets the same minute of the same machine, and no engine shares a process with
+another.
 """
 
 import multiprocessing
@@ -17,8 +18,8 @@ class InForeground:
     """
     Answers for as long as something runs in the main thread.
 
-    That something is then measured as users run it: OpenMP gives each thread that computes a pool of its own, and vLLM
-    binds the main thread's to cores.
+    That something is then measured as users run it: OpenMP gives each thread that computes a pool
+    of its own, and vLLM binds the main thread's to cores.
 
     Attributes:
         answer: Called in a second thread.
@@ -34,7 +35,8 @@ class Contestant:
     A measurement in a separate process.
 
     Args:
-        build: A function of a module, run in the new process; what it returns answers `ask`, or is an `InForeground`.
+        build: A function of a module, run in the new process; what it returns answers `ask`, or is
+            an `InForeground`.
         arguments: Its arguments.
     """
 
@@ -69,7 +71,8 @@ class Contestant:
 
 
 def _serve(pipe: Any, build: Callable[..., Any], *arguments: Any) -> None:
-    die_with_parent()  # otherwise a killed benchmark would leave an engine behind that occupies GPU memory
+    # otherwise a killed benchmark would leave an engine behind that occupies GPU memory
+    die_with_parent()
     try:
         answer = build(*arguments)
         failure = None

@@ -1,14 +1,16 @@
-"""What does a sync cost, for each format, transport and quantizer: seconds, bytes, and its share of a training step?
+"""What does a sync cost, for each format, transport and quantizer: seconds, bytes, and its share of
+a training step?
 
     python benchmarks/weight_sync.py
     python benchmarks/weight_sync.py --layers 2 --hidden 256 --vocabulary 1000 --repeats 3
     python benchmarks/weight_sync.py --ways bf16-stream int8-stream int8-llmcompressor
 
-A real trainer with a real colocated engine and random weights of Qwen3-0.6B's shape, in a separate process for each
-way. After a warm-up, syncs with digests only are timed; the first has a probe, too; then one training step,
-whose parts come from the trainer's own log. A checkpoint goes through /dev/shm, as it would to a server on the same
-machine, to which only the HTTP requests are added. On a CPU without FP8 arithmetic a step with FP8 rollouts would take
-minutes, so there only the syncs are measured.
+A real trainer with a real colocated engine and random weights of Qwen3-0.6B's shape, in a separate
+process for each way. After a warm-up, syncs with digests only are timed; the first has a probe,
+too; then one training step, whose parts come from the trainer's own log. A checkpoint goes through
+/dev/shm, as it would to a server on the same machine, to which only the HTTP requests are added. On
+a CPU without FP8 arithmetic a step with FP8 rollouts would take minutes, so there only the syncs
+are measured.
 """
 
 import argparse
@@ -43,7 +45,8 @@ class Way(NamedTuple):
     @property
     def name(self) -> str:
         """As it is asked for: `int8-stream`, `int8-checkpoint`, `int8-llmcompressor`."""
-        return f"{self.scheme or 'bf16'}-{'llmcompressor' if self.quantizer == 'llmcompressor' else self.transport}"
+        way = "llmcompressor" if self.quantizer == "llmcompressor" else self.transport
+        return f"{self.scheme or 'bf16'}-{way}"
 
 
 WAYS = [
@@ -63,7 +66,8 @@ def measure(
 ) -> Iterator[dict[str, Any]]:
     """Build a trainer, sync, train one step; in this process, which holds an engine from then on.
 
-    Yields what is known so far: a step may need more memory than the machine has, and a sync is of interest even so.
+    Yields what is known so far: a step may need more memory than the machine has, and a sync is of
+    interest even so.
     """
     from datasets import Dataset
 
@@ -97,9 +101,13 @@ def measure(
         )
         trainer = QuRLGRPOTrainer(
             model=shape.build(torch.float32, torch.device("cpu")),
-            reward_funcs=lambda completions, **kwargs: [float(len(completion)) for completion in completions],
+            reward_funcs=lambda completions, **kwargs: [
+                float(len(completion)) for completion in completions
+            ],
             args=config,
-            train_dataset=Dataset.from_dict({"prompt": ["What is the capital of France?"] * COMPLETIONS}),
+            train_dataset=Dataset.from_dict(
+                {"prompt": ["What is the capital of France?"] * COMPLETIONS}
+            ),
             processing_class=characters(),
         )
         generation = trainer.vllm_generation
@@ -132,17 +140,34 @@ def characters() -> Any:
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {token: number for number, token in enumerate(["<pad>", "<eos>", *map(chr, range(32, 127))])}
+    vocabulary = {
+        token: number for number, token in enumerate(["<pad>", "<eos>", *map(chr, range(32, 127))])
+    }
     characters = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<pad>"))
-    return PreTrainedTokenizerFast(tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>"
+    )
 
 
 def print_table(record: dict[str, Any], console: Console) -> None:
     """Format the measurements, one way per line."""
-    table = Table(title=f"Weight sync, {record['parameters'] / 1e9:.2f} billion parameters, {record['hardware']}")
+    table = Table(
+        title=(
+            f"Weight sync, {record['parameters'] / 1e9:.2f} billion parameters, "
+            f"{record['hardware']}"
+        )
+    )
     for column in ("format", "transport", "quantizer"):
         table.add_column(column)
-    for column in ("MB", "sync s", "min-max", "of it quantize s", "check s", "step s", "sync share"):
+    for column in (
+        "MB",
+        "sync s",
+        "min-max",
+        "of it quantize s",
+        "check s",
+        "step s",
+        "sync share",
+    ):
         table.add_column(column, justify="right")
     for cell in record["cells"]:
         names = (cell["scheme"] or "bf16", cell["transport"], cell["quantizer"])
@@ -168,20 +193,32 @@ def print_table(record: dict[str, Any], console: Console) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_shape_options(parser)
-    parser.add_argument("--engine-dtype", help="of the engine's 16-bit layers; float32 for CPUs that emulate bfloat16")
+    parser.add_argument(
+        "--engine-dtype",
+        help="of the engine's 16-bit layers; float32 for CPUs that emulate bfloat16",
+    )
     parser.add_argument("--repeats", type=int, default=5)
     names = [way.name for way in WAYS]
-    parser.add_argument("--ways", nargs="+", choices=names, default=names, help="measure only these")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--ways", nargs="+", choices=names, default=names, help="measure only these"
+    )
+    parser.add_argument(
+        "--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     shape = read_shape(arguments)
     console = Console(width=None if sys.stdout.isatty() else 140)
-    record = {"benchmark": "weight_sync", **provenance(torch.device(arguments.device), measured="trl_qurl")}
+    record = {
+        "benchmark": "weight_sync",
+        **provenance(torch.device(arguments.device), measured="trl_qurl"),
+    }
     record |= {"shape": asdict(shape), "repeats": arguments.repeats}
     record |= {"completions": COMPLETIONS, "completion_tokens": COMPLETION_TOKENS}
     record["engine_dtype"] = arguments.engine_dtype
@@ -190,10 +227,13 @@ def main() -> None:
     record["cells"] = []
     for way in (way for way in WAYS if way.name in arguments.ways):
         started = time.perf_counter()
-        cell = measure_apart(measure, way, shape, arguments.repeats, arguments.device, arguments.engine_dtype)
+        cell = measure_apart(
+            measure, way, shape, arguments.repeats, arguments.device, arguments.engine_dtype
+        )
         record["cells"].append({**way._asdict(), **cell})
         console.print(
-            f"{way.scheme or 'bf16'}, {way.transport}, {way.quantizer}: {time.perf_counter() - started:.0f} s"
+            f"{way.scheme or 'bf16'}, {way.transport}, {way.quantizer}: "
+            f"{time.perf_counter() - started:.0f} s"
         )
     path = write_record(record, arguments.output)
     print_table(record, console)

@@ -1,11 +1,12 @@
-"""Train Qwen2.5-0.5B-Instruct on GSM8K by PPO with a critic and INT8 rollouts: the paper's first experiment.
+"""Train Qwen2.5-0.5B-Instruct on GSM8K by PPO with a critic and INT8 rollouts: the paper's first
+experiment.
 
-    pip install '.[vllm,math]'    # in a clone of the repository
-    python examples/gsm8k_ppo.py
-    accelerate launch --num_processes 4 examples/gsm8k_ppo.py --gradient_accumulation_steps 1 --steps_per_generation 4
+    pip install '.[vllm,math]'    # in a clone of the repository python examples/gsm8k_ppo.py
+    accelerate launch --num_processes 4 examples/gsm8k_ppo.py --gradient_accumulation_steps 1
+    --steps_per_generation 4
 
-The fields of `QuRLPPOConfig` are options (`--critic_learning_rate 1e-6`; without a GPU, `--use_cpu`). `trl-qurl ppo`
-trains any model on any questions.
+The fields of `QuRLPPOConfig` are options (`--critic_learning_rate 1e-6`; without a GPU,
+`--use_cpu`). `trl-qurl ppo` trains any model on any questions.
 """
 
 from datasets import load_dataset
@@ -19,7 +20,8 @@ INSTRUCTION = "Please reason step by step, and put your final answer within \\bo
 SETTINGS = {
     "output_dir": "qurl-gsm8k-ppo",
     "rollout_quantization": "int8",
-    # A rollout of 256 questions with one answer each gives four updates of 64. 435 rollouts are 15 epochs.
+    # A rollout of 256 questions with one answer each gives four updates of 64. 435 rollouts are 15
+    # epochs.
     "per_device_train_batch_size": 16,
     "gradient_accumulation_steps": 4,
     "steps_per_generation": 16,

@@ -30,15 +30,18 @@ pytest.register_assert_rewrite("support")
 
 SCENARIOS = Path(__file__).parent / "scenarios"
 
-# Workers and what they start share the cores, and engines that live for seconds need not be compiled (vLLM compiles
-# its sampler even with `enforce_eager`). Nothing asks the Hub.
+# Workers and what they start share the cores, and engines that live for seconds need not be
+# compiled (vLLM compiles its sampler even with `enforce_eager`). Nothing asks the Hub.
 os.environ |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
 
-# A worker of pytest-xdist is a fork (`forks`), but tests that use `sys.executable` need a fresh Python.
+# A worker of pytest-xdist is a fork (`forks`), but tests that use `sys.executable` need a fresh
+# Python.
 sys.executable = os.environ.setdefault("TRL_QURL_TESTS_PYTHON", sys.executable)
 multiprocessing.set_executable(sys.executable)
 
-settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("any machine")
 
 SHARED_DIRECTORY = "TRL_QURL_TESTS"
@@ -70,14 +73,19 @@ LONGEST_FIRST = (
 
 INSTRUCTIONS = Path("/proc/cpuinfo").read_text()
 
-needs_avx512 = pytest.mark.skipif("avx512f" not in INSTRUCTIONS, reason="vLLM's CPU build has this for AVX-512 alone")
+needs_avx512 = pytest.mark.skipif(
+    "avx512f" not in INSTRUCTIONS, reason="vLLM's CPU build has this for AVX-512 alone"
+)
 SATURATES = "vnni" not in INSTRUCTIONS
 """True if sums in oneDNN's INT8 kernel saturate, by 2 % of the outputs and more."""
 
-needs_vnni = pytest.mark.skipif(SATURATES, reason="without VNNI, sums in oneDNN's INT8 kernel saturate")
+needs_vnni = pytest.mark.skipif(
+    SATURATES, reason="without VNNI, sums in oneDNN's INT8 kernel saturate"
+)
 
 needs_trl_1_16 = pytest.mark.skipif(
-    Version(version("trl")) < Version("1.16"), reason="docs/architecture.md lists the trainers of TRL 1.16"
+    Version(version("trl")) < Version("1.16"),
+    reason="docs/architecture.md lists the trainers of TRL 1.16",
 )
 
 FORGET_OURS = """
@@ -94,7 +102,9 @@ DISTRIBUTED_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MAS
 def child_environment(**extra: str) -> dict[str, str]:
     """Variables for child processes: one thread each, free ports."""
     # An engine in this process leaves its rank behind in the environment; a child has its own.
-    inherited = {name: value for name, value in os.environ.items() if name not in DISTRIBUTED_VARIABLES}
+    inherited = {
+        name: value for name, value in os.environ.items() if name not in DISTRIBUTED_VARIABLES
+    }
     return inherited | {
         "TOKENIZERS_PARALLELISM": "false",
         "MASTER_PORT": str(free_port()),
@@ -103,16 +113,22 @@ def child_environment(**extra: str) -> dict[str, str]:
     }
 
 
-def completed(*command: object, cwd: Path | None = None, **extra: str) -> subprocess.CompletedProcess[str]:
+def completed(
+    *command: object, cwd: Path | None = None, **extra: str
+) -> subprocess.CompletedProcess[str]:
     """Run a command that must succeed as a child process, and return it with what it printed."""
     words, environment = [*map(str, command)], child_environment(**extra)
-    done = subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True, timeout=2400)
+    done = subprocess.run(
+        words, cwd=cwd, env=environment, capture_output=True, text=True, timeout=2400
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     return done
 
 
 def free_port() -> int:
-    """Return a port below those that the system hands out: nobody else gets it before it is used."""
+    """Return a port below those that the system hands out:
+    nobody else gets it before it is used.
+    """
     with socket.socket() as listener, suppress(OSError):
         listener.bind(("127.0.0.1", port := 10_000 + secrets.randbelow(20_000)))
         return port
@@ -120,7 +136,8 @@ def free_port() -> int:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background, and then in all children
+    # as in a shell's background, and then in all children
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ["VLLM_API_KEY"] = "key-of-the-tests"
     if not hasattr(config, "workerinput"):
@@ -129,9 +146,11 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ[SHARED_DIRECTORY] = str(directory)
         workers = getattr(config.option, "tx", None)
         if workers and not config.option.collectonly:
-            # pytest-xdist would begin with the groups with the most tests instead of the longest ones.
+            # pytest-xdist would begin with the groups with the most tests instead of the longest
+            # ones.
             config.option.loadscopereorder = False
-            # Each worker, and what starts the forks, would import the same for as long as the other does.
+            # Each worker, and what starts the forks, would import the same for as long as the other
+            # does.
             config.option.tx = [f"{worker}//python={start_forks()}" for worker in workers]
 
 
@@ -155,10 +174,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    if not session.config.option.collectonly and any("warm_python" in item.fixturenames for item in session.items):
+    if not session.config.option.collectonly and any(
+        "warm_python" in item.fixturenames for item in session.items
+    ):
         start_forks()  # imports while the first tests run
     gc.collect()
-    gc.freeze()  # engines collect garbage when they start and end, for a tenth of a second and more each time
+    # engines collect garbage when they start and end, for a tenth of a second and more each time
+    gc.freeze()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -169,7 +191,9 @@ def environment_of_a_module() -> Iterator[None]:
     for name in os.environ.keys() - {"PYTEST_CURRENT_TEST"}:
         if name not in before:
             del os.environ[name]
-    os.environ.update({name: value for name, value in before.items() if name != "PYTEST_CURRENT_TEST"})
+    os.environ.update(
+        {name: value for name, value in before.items() if name != "PYTEST_CURRENT_TEST"}
+    )
 
 
 def start_forks() -> Path:
@@ -180,7 +204,9 @@ def start_forks() -> Path:
 
 @pytest.fixture(scope="session")
 def warm_python() -> Path:
-    """A `python` that has imported everything (`forks`), for tests that do not need a fresh process."""
+    """A `python` that has imported everything (`forks`), for tests that do not need a fresh
+    process.
+    """
     return start_forks()
 
 
@@ -188,7 +214,9 @@ def selected(request: pytest.FixtureRequest, *parameters: str) -> set[tuple[Any,
     """Return the values of these parameters in the selected tests that use the fixture."""
     items = [item for item in request.session.items if item.path == request.path]
     items = [item for item in items if request.fixturename in item.fixturenames]
-    items = [item for item in items if not any(mark.args[0] for mark in item.iter_markers("skipif"))]
+    items = [
+        item for item in items if not any(mark.args[0] for mark in item.iter_markers("skipif"))
+    ]
     return {tuple(item.callspec.params[name] for name in parameters) for item in items}
 
 
@@ -198,7 +226,8 @@ def memory_for(processes: int) -> Iterator[None]:
     directory = Path(os.environ[SHARED_DIRECTORY])
     slots = max(2, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // SCENARIO_BYTES)
     with ExitStack() as taken:
-        with (directory / "queue").open("w") as queue:  # one at a time, or two could wait for each other
+        # one at a time, or two could wait for each other
+        with (directory / "queue").open("w") as queue:
             fcntl.flock(queue, fcntl.LOCK_EX)
             for _ in range(min(processes, slots)):
                 taken.callback(take_slot(directory, slots).close)
@@ -221,30 +250,44 @@ def take_slot(directory: Path, slots: int) -> IO[str]:
 
 @pytest.fixture(scope="session")
 def run_scenario(warm_python, tmp_path_factory) -> Callable[..., Any]:
-    """Run a script of tests/scenarios, in one process or several, and return the record it prints."""
+    """Run a script of tests/scenarios, in one process or several,
+    and return the record it prints.
+    """
 
     def run(script: str, *arguments: object, processes: int = 1, **extra: str) -> Any:
         command = [warm_python, SCENARIOS / script, *map(str, arguments)]
         environment = child_environment(VLLM_LOGGING_LEVEL="ERROR", **extra)
-        environments = [environment] if processes == 1 else launched_environments(environment, processes)
+        environments = (
+            [environment] if processes == 1 else launched_environments(environment, processes)
+        )
         directory = tmp_path_factory.mktemp("printed")
-        printed = [[directory / f"{rank}.{name}" for name in ("out", "err")] for rank in range(processes)]
+        printed = [
+            [directory / f"{rank}.{name}" for name in ("out", "err")] for rank in range(processes)
+        ]
         started = []
         with memory_for(processes), ExitStack() as end:
             for environment, paths in zip(environments, printed, strict=True):
                 out, err = (end.enter_context(path.open("w")) for path in paths)
                 process = subprocess.Popen(
-                    command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err, process_group=0
+                    command,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=err,
+                    process_group=0,
                 )
                 started.append(process)
                 end.callback(kill_group, process)
             for process in started:
                 process.wait(1500)
-        outs, errs = zip(*([path.read_text(errors="replace") for path in paths] for paths in printed), strict=True)
+        outs, errs = zip(
+            *([path.read_text(errors="replace") for path in paths] for paths in printed),
+            strict=True,
+        )
         records = [line for out in outs for line in out.splitlines() if line.startswith("RECORD ")]
         assert not any(process.returncode for process in started) and len(records) == 1, "\n".join(
-            f"{script} {' '.join(map(str, arguments))}, process {rank}, ended with {process.returncode}:\n"
-            f"{outs[rank][-3000:]}\n{errs[rank][-6000:]}"
+            f"{script} {' '.join(map(str, arguments))}, process {rank}, ended with "
+            f"{process.returncode}:\n{outs[rank][-3000:]}\n{errs[rank][-6000:]}"
             for rank, process in enumerate(started)
         )
         return json.loads(records[0].removeprefix("RECORD "))
@@ -261,7 +304,9 @@ def kill_group(leader: subprocess.Popen) -> None:
 
 @pytest.fixture(scope="session")
 def train(run_scenario) -> Callable[..., list[Any]]:
-    """Run tests/scenarios/train.py once for each list of arguments, in one process (or group of them); the records."""
+    """Run tests/scenarios/train.py once for each list of arguments, in one process (or group of
+    them); the records.
+    """
 
     def run(*runs: list, processes: int = 1) -> list[Any]:
         arguments = runs[0] + [part for further in runs[1:] for part in ["--and", *further]]
@@ -277,7 +322,9 @@ def int8_server(warm_python, tmp_path_factory) -> Iterator["Server"]:
 
     directory = tmp_path_factory.mktemp("server")
     model = save_tiny(directory / "model")
-    with vllm_server(model, directory, "--scheme", "int8", python=warm_python, has_worker=True) as server:
+    with vllm_server(
+        model, directory, "--scheme", "int8", python=warm_python, has_worker=True
+    ) as server:
         yield server
 
 
@@ -292,8 +339,14 @@ def deployment(warm_python, tmp_path_factory) -> Iterator[Any]:
 
 
 def launched_environments(environment: dict[str, str], processes: int) -> list[dict[str, str]]:
-    """Variables of `accelerate launch` with examples/accelerate_configs/multi_cpu.yaml, for each process."""
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "ACCELERATE_MIXED_PRECISION": "no"}
+    """Variables of `accelerate launch` with examples/accelerate_configs/multi_cpu.yaml, for each
+    process.
+    """
+    common = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "ACCELERATE_MIXED_PRECISION": "no",
+    }
     size = str(processes)
     return [
         environment
@@ -313,9 +366,9 @@ class Server:
         arguments: Further arguments.
         port: Where the last one listened, to start it again in its place.
         python: What starts it.
-        has_worker: Whether the model is in a separate process, as on users' CPUs. That process and the engine's spin
-            for a second after each message, and take the cores from the tests. Without it, the model is in the
-            engine's process, as on one GPU.
+        has_worker: Whether the model is in a separate process, as on users' CPUs. That process and
+            the engine's spin for a second after each message, and take the cores from the tests.
+            Without it, the model is in the engine's process, as on one GPU.
     """
 
     def __init__(
@@ -337,7 +390,12 @@ class Server:
         environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(has_worker))
         with self.log.open("w") as output:
             self.process = subprocess.Popen(
-                command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, process_group=0
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                process_group=0,
             )
 
     def wait_until_healthy(self, timeout: float = 240.0) -> "Server":
@@ -349,7 +407,9 @@ class Server:
                 return self
             except (urllib.error.URLError, ConnectionError, TimeoutError):
                 time.sleep(0.2)
-        raise AssertionError(f"the server did not start within {timeout} s:\n{self.log.read_text()[-6000:]}")
+        raise AssertionError(
+            f"the server did not start within {timeout} s:\n{self.log.read_text()[-6000:]}"
+        )
 
     def send(self, number: int) -> None:
         """Send a signal to all processes of the server."""
@@ -362,7 +422,9 @@ class Server:
         self.process.wait(30)
 
     def stop(self, number: int = signal.SIGTERM) -> int:
-        """Stop the server like a user or a batch system, with repeated signals, and return the exit status."""
+        """Stop the server like a user or a batch system, with repeated signals, and return the exit
+        status.
+        """
         for patience in (5, 10, 20, 30, 60):
             # Python loses an interrupt that comes while vLLM's imports run a callback.
             self.process.send_signal(number)
@@ -371,7 +433,9 @@ class Server:
             except subprocess.TimeoutExpired:
                 continue
         self.kill()
-        raise AssertionError(f"the server went on after signal {number}:\n{self.log.read_text()[-6000:]}")
+        raise AssertionError(
+            f"the server went on after signal {number}:\n{self.log.read_text()[-6000:]}"
+        )
 
     def survivors_after(self, seconds: float) -> list[int]:
         """Return the processes that still run after this time."""
@@ -398,13 +462,19 @@ def group_members(group: int) -> list[int]:
 
 @contextmanager
 def vllm_server(
-    model: Path, directory: Path, *arguments: str, python: str | Path = sys.executable, has_worker: bool = False
+    model: Path,
+    directory: Path,
+    *arguments: str,
+    python: str | Path = sys.executable,
+    has_worker: bool = False,
 ) -> Iterator[Server]:
     """A server that is up inside the block."""
     server = Server(model, directory, *arguments, python=python, has_worker=has_worker)
     try:
         yield server.wait_until_healthy()
         server.stop()
-        assert not server.survivors_after(60), f"SIGTERM left processes behind: {server.survivors()}"
+        assert not server.survivors_after(60), (
+            f"SIGTERM left processes behind: {server.survivors()}"
+        )
     finally:
         server.kill()

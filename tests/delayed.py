@@ -1,4 +1,6 @@
-"""A reference for rollouts ahead: a synchronous trainer that is delayed by one rollout on purpose."""
+"""A reference for rollouts ahead: a synchronous trainer that is
+delayed by one rollout on purpose.
+"""
 
 from typing import Any
 
@@ -16,7 +18,9 @@ def record_prompts(trainer: Any) -> list[list[list[int]]]:
 
 
 def delay(trainer: Any, order: list[list[list[int]]], lost: tuple[int, ...] = ()) -> None:
-    """Let a synchronous trainer sample each rollout with the weights of the one before, unless that was `lost`."""
+    """Let a synchronous trainer sample each rollout with the weights of the one before, unless that
+    was `lost`.
+    """
     generation, ready, count = trainer.vllm_generation, [], iter(range(len(order)))
     generate = generation.generate
 

@@ -16,12 +16,16 @@ PAGES = [
     ROOT / "CONTRIBUTING.md",
     ROOT / "CHANGELOG.md",
     *sorted(ROOT.glob("*/README.md")),
-    *sorted({*ROOT.glob("benchmarks/*.md"), *ROOT.glob("tests/*.md")} - {ROOT / "benchmarks" / "README.md"}),
+    *sorted(
+        {*ROOT.glob("benchmarks/*.md"), *ROOT.glob("tests/*.md")}
+        - {ROOT / "benchmarks" / "README.md"}
+    ),
     *SITE,
 ]
 
 CODE = re.compile(
-    r"^```(?P<language>\w*)\n(?P<fenced>.*?)^```$|(?<=\n\n)(?P<indented>(?:    \S[^\n]*\n)+)", re.DOTALL | re.MULTILINE
+    r"^```(?P<language>\w*)\n(?P<fenced>.*?)^```$|(?<=\n\n)(?P<indented>(?:    \S[^\n]*\n)+)",
+    re.DOTALL | re.MULTILINE,
 )
 
 
@@ -73,7 +77,9 @@ def anchors(page: Path) -> set[str]:
 
 
 def rows(page: Path, section: str = "") -> Iterator[list[str]]:
-    """The cells of every row of the tables on a page, or in a section (`## ...`) of it, without heads and rules."""
+    """The cells of every row of the tables on a page, or in a section (`## ...`) of it, without
+    heads and rules.
+    """
     text = prose(page)
     if section:
         text = text.split(f"\n## {section}\n")[1].split("\n## ")[0]
@@ -94,11 +100,33 @@ def commands(text: str) -> Iterator[list[str]]:
 
 def shell_commands() -> list[tuple[str, list[str]]]:
     """Every command of every `bash` block and indented block of all pages, and where it is."""
-    indented = [block for block in all_blocks("indented") if re.match("(python|make|trl-qurl|pip|git) ", block.code)]
-    return [(str(block), words) for block in all_blocks("bash") + indented for words in commands(block.code)]
+    indented = [
+        block
+        for block in all_blocks("indented")
+        if re.match("(python|make|trl-qurl|pip|git) ", block.code)
+    ]
+    return [
+        (str(block), words)
+        for block in all_blocks("bash") + indented
+        for words in commands(block.code)
+    ]
 
 
 def extension_examples() -> dict[str, str]:
     """The Python examples of docs/architecture.md, by what they add."""
-    names = ("scheme", "registration", "objective", "distillation", "config", "trainer", "transform")
-    return dict(zip(names, (block.code for block in blocks(ROOT / "docs" / "architecture.md", "py")), strict=True))
+    names = (
+        "scheme",
+        "registration",
+        "objective",
+        "distillation",
+        "config",
+        "trainer",
+        "transform",
+    )
+    return dict(
+        zip(
+            names,
+            (block.code for block in blocks(ROOT / "docs" / "architecture.md", "py")),
+            strict=True,
+        )
+    )

@@ -1,9 +1,10 @@
 """A `python` that has already imported TRL and vLLM.
 
-Importing them takes about ten seconds of processor time, more than most child processes of the tests otherwise need.
-So one process of a test run imports everything and forks (`serve`). A small program replaces `python` (`SHIM`): it
-sends its arguments, environment and open files to that process, and forwards signals and the exit status. Programs
-that start others by `sys.executable` or multiprocessing start forks too, which multiprocessing's fork server cannot.
+Importing them takes about ten seconds of processor time, more than most child processes of the
+tests otherwise need. So one process of a test run imports everything and forks (`serve`). A small
+program replaces `python` (`SHIM`): it sends its arguments, environment and open files to that
+process, and forwards signals and the exit status. Programs that start others by `sys.executable` or
+multiprocessing start forks too, which multiprocessing's fork server cannot.
 """
 
 import atexit
@@ -91,7 +92,8 @@ MESSAGE_BYTES = 2**18
 
 
 def start(directory: Path, environment: dict[str, str], owner: int) -> Path:
-    """Start the process that forks, if it does not run yet, and return the replacement of `python` at once.
+    """Start the process that forks, if it does not run yet, and return the replacement of `python`
+    at once.
 
     Args:
         directory: Private directory of the processes that share the forks.
@@ -112,7 +114,9 @@ def start(directory: Path, environment: dict[str, str], owner: int) -> Path:
             with (directory / "log").open("w") as log:  # messages of libraries during their import
                 subprocess.Popen(command, env=environment, stdout=log, stderr=log, **pipes)
         unfinished = shim.with_suffix(".new")
-        unfinished.write_text(SHIM.format(python=sys.executable, address=address, log=str(directory / "log")))
+        unfinished.write_text(
+            SHIM.format(python=sys.executable, address=address, log=str(directory / "log"))
+        )
         unfinished.chmod(0o755)
         unfinished.rename(shim)
     return shim
@@ -133,7 +137,9 @@ def serve(listener: socket.socket, owner: int) -> dict[str, Any]:
 
 
 def supervise(connection: socket.socket, end_of_owner: int) -> dict[str, Any]:
-    """Fork, report the fork's process and exit status to the shim, and kill the fork if the shim or the owner ends."""
+    """Fork, report the fork's process and exit status to the shim, and kill the fork if the shim or
+    the owner ends.
+    """
     message, received, _, _ = socket.recv_fds(connection, MESSAGE_BYTES, 253)
     if not message:  # the shim was killed
         os._exit(0)
@@ -199,7 +205,9 @@ def become(job: dict[str, Any]) -> None:
 
 
 def end_of(job: dict[str, Any]) -> int:
-    """Run the job and Python's exit handlers, and return the exit status; skips the teardown of modules."""
+    """Run the job and Python's exit handlers, and return the exit status; skips the teardown of
+    modules.
+    """
     status: Any = 0
     try:
         become(job)
@@ -256,7 +264,8 @@ def preload() -> None:
 
 def main() -> None:
     listener, owner, shim = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]), sys.argv[3]
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Control-C is for the tests, which end this process
+    # Control-C is for the tests, which end this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.path[0] = os.getcwd()
     # vLLM reads this at its import, for the processes in which it inspects unknown architectures.
     sys.executable = shim

@@ -1,6 +1,8 @@
-r"""What the default reward says: an answer of the data, what the completion's `\boxed{}` holds, the verdict, and why.
+r"""What the default reward says: an answer of the data, what the completion's `\boxed{}` holds, the
+verdict, and why.
 
-`tests/test_grading.py` grades every row as training does. The table in docs/from-trl.md shows some of these rows.
+`tests/test_grading.py` grades every row as training does. The table in docs/from-trl.md shows some
+of these rows.
 """
 
 PAIRS = [

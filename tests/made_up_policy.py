@@ -1,4 +1,6 @@
-"""A policy and a reward without a model, for tests of dynamic sampling: every third prompt tells its answers apart."""
+"""A policy and a reward without a model, for tests of dynamic sampling: every third prompt tells
+its answers apart.
+"""
 
 from typing import Any
 
@@ -42,7 +44,10 @@ class MadeUpPolicy:
         self.rounds: list[int] = []  # completions made in each, in this process
         self._pending_extra_logs: dict[str, list] = {}
         self.sampler = DynamicSampler(
-            group_size, lambda rewards: weighted_sum(rewards, torch.tensor(weights)), prompts, accelerator
+            group_size,
+            lambda rewards: weighted_sum(rewards, torch.tensor(weights)),
+            prompts,
+            accelerator,
         )
 
     def _generate(self, prompts: list[str]) -> tuple:
@@ -51,14 +56,32 @@ class MadeUpPolicy:
         places = [(offset + i) % self.group_size for i in range(len(prompts))]
         texts = [f"{prompt}, answer {place}" for prompt, place in zip(prompts, places, strict=True)]
         ids = [[ord(character) for character in text] for text in texts]
-        return [[1]] * len(prompts), ids, None, texts, [[-1.0] * len(line) for line in ids], {}, None, []
+        return (
+            [[1]] * len(prompts),
+            ids,
+            None,
+            texts,
+            [[-1.0] * len(line) for line in ids],
+            {},
+            None,
+            [],
+        )
 
     def _calculate_rewards(self, rows, prompts, completions, completion_ids) -> torch.Tensor:
         assert [row["prompt"] for row in rows] == prompts
-        assert all(text.startswith(prompt + ",") for text, prompt in zip(completions, prompts, strict=True))
-        # The first completion of a useful group differs; the second reward is the row's number, equal within a group.
-        first = [float(self.useful(row) and text.endswith("0")) for row, text in zip(rows, completions, strict=True)]
-        self._pending_extra_logs |= {"seen": [f"saw {text}" for text in completions], "of another length": [0]}
+        assert all(
+            text.startswith(prompt + ",") for text, prompt in zip(completions, prompts, strict=True)
+        )
+        # The first completion of a useful group differs; the second reward is the row's number,
+        # equal within a group.
+        first = [
+            float(self.useful(row) and text.endswith("0"))
+            for row, text in zip(rows, completions, strict=True)
+        ]
+        self._pending_extra_logs |= {
+            "seen": [f"saw {text}" for text in completions],
+            "of another length": [0],
+        }
         local = torch.tensor([first, [row["number"] for row in rows]]).T
         return self.accelerator.gather(local)
 

@@ -22,17 +22,26 @@ WITHOUT_ALL = (
     "trl_qurl.lab.progress",
     "trl_qurl.lab.runs",
 )
-"""Public modules without `__all__`: public there is what they define without a leading underscore."""
+"""Public modules without `__all__`: public there is what they
+define without a leading underscore.
+"""
 
 
 def public_names() -> list[tuple[str, str]]:
     """Module and name of everything public, of all packages with `__all__` and of `WITHOUT_ALL`."""
     found = []
-    modules = ["trl_qurl", *(module.name for module in pkgutil.walk_packages(trl_qurl.__path__, "trl_qurl."))]
+    modules = [
+        "trl_qurl",
+        *(module.name for module in pkgutil.walk_packages(trl_qurl.__path__, "trl_qurl.")),
+    ]
     for module in modules:
         source = Path(importlib.util.find_spec(module).origin).read_text()
         if module in WITHOUT_ALL:
-            defined = [n.name for n in ast.parse(source).body if isinstance(n, (ast.FunctionDef, ast.ClassDef))]
+            defined = [
+                n.name
+                for n in ast.parse(source).body
+                if isinstance(n, (ast.FunctionDef, ast.ClassDef))
+            ]
             found += [(module, name) for name in defined if not name.startswith("_")]
         elif re.search(r"^__all__ = ", source, re.MULTILINE):
             found += [(module, name) for name in importlib.import_module(module).__all__]

@@ -1,7 +1,9 @@
-"""Records the collectives of each process, and compares every one with the other processes' before it runs.
+"""Records the collectives of each process, and compares every one with the other processes' before
+it runs.
 
-Processes that get out of order would hang, or abort inside gloo, minutes later and elsewhere. Here both name the first
-collective that differs, and where each of them is. What ends an operation counts as its last collective.
+Processes that get out of order would hang, or abort inside gloo, minutes later and elsewhere. Here
+both name the first collective that differs, and where each of them is. What ends an operation
+counts as its last collective.
 """
 
 import json
@@ -22,12 +24,14 @@ SHOWN = ("/trl_qurl/", "/trl/", "/tests/")
 
 
 class OutOfOrder(BaseException):
-    """Processes differ in a collective. Not an `Exception`, which the project would answer with more collectives."""
+    """Processes differ in a collective. Not an `Exception`, which the project would answer with
+    more collectives.
+    """
 
 
 class Recorder(TorchDispatchMode):
-    """
-    Sees every collective of a process: torch's operators, through which Python and C++ both call a group.
+    """Sees every collective of a process: torch's operators, through which Python and C++ both
+    call a group.
 
     Args:
         store: Which all processes reach, on a connection of its own.
@@ -39,7 +43,9 @@ class Recorder(TorchDispatchMode):
         self.store.set_timeout(PATIENCE)
 
     def run(self, name: str, act: Callable[[], Any]) -> str:
-        """Run an operation that all processes run; the error's name, "done", or how the processes differ."""
+        """Run an operation that all processes run; the error's name, "done", or how the processes
+        differ.
+        """
         self.name, self.counts, self.difference = name, Counter(), None
         try:
             try:
@@ -77,9 +83,12 @@ class Recorder(TorchDispatchMode):
             return  # it only waits for a result, or wraps one
         [group] = groups or [dist.distributed_c10d._resolve_process_group(names[-1])]
         nbytes = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
-        root = [leaf for leaf in leaves if type(leaf) is int] if operation != "barrier" else []  # its device
+        # its device
+        root = [leaf for leaf in leaves if type(leaf) is int] if operation != "barrier" else []
         self.total += 1
-        self.meet([operation, group.group_name, nbytes, *root], tuple(dist.get_process_group_ranks(group)))
+        self.meet(
+            [operation, group.group_name, nbytes, *root], tuple(dist.get_process_group_ranks(group))
+        )
 
     def meet(self, made: list, ranks: tuple[int, ...]) -> None:
         """Raise `OutOfOrder` unless all of these processes do the same next."""
@@ -91,7 +100,10 @@ class Recorder(TorchDispatchMode):
         try:
             all_made = {rank: json.loads(self.store.get(f"{key}/{rank}")) for rank in ranks}
         except dist.DistStoreError:
-            all_made = {dist.get_rank(): [made, stack()], "another": [None, ["nothing within the time"]]}
+            all_made = {
+                dist.get_rank(): [made, stack()],
+                "another": [None, ["nothing within the time"]],
+            }
         if any(theirs != made for theirs, _ in all_made.values()):
             self.difference = f"collective {self.counts[ranks]} differs" + "".join(
                 f"\nprocess {rank}: {theirs}" + "".join(f"\n    {line}" for line in lines)
@@ -103,7 +115,9 @@ class Recorder(TorchDispatchMode):
 def stack() -> list[str]:
     """Where this process is in the project, in TRL and in the tests, the innermost call first."""
     frames = [
-        (frame.f_code, line) for frame, line in traceback.walk_stack(None) if frame.f_code.co_filename != __file__
+        (frame.f_code, line)
+        for frame, line in traceback.walk_stack(None)
+        if frame.f_code.co_filename != __file__
     ]
     return [
         f"{code.co_filename.rpartition('/')[2]}:{line} {code.co_qualname}"

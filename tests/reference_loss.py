@@ -1,4 +1,6 @@
-"""The losses as their papers print them, which the objectives and the trainers are tested against."""
+"""The losses as their papers print them, which the objectives and
+the trainers are tested against.
+"""
 
 import math
 
@@ -26,7 +28,8 @@ def reference_loss(
 
         loss = − aggregate(J)
 
-    Where J is the per-token objective and aggregate is TRL's for `loss_type`, without gradient accumulation.
+    Where J is the per-token objective and aggregate is TRL's for `loss_type`, without gradient
+    accumulation.
 
     Source: Eq. 1, 3, 4, 5 and 9; for the aggregations, TRL's `GRPOTrainer._compute_loss`.
 

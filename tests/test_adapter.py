@@ -17,21 +17,39 @@ from trl_qurl.quantization import SCHEMES, make_plan
 from trl_qurl.quantization.checkpoint import CheckpointWriter
 from trl_qurl.quantization.fake_quantization import check_unrounded, quantized_forward, round_base
 from trl_qurl.quantization.storage import CACHE_VARIABLE, read_tensors
-from trl_qurl.rollout.adapter import adapter_obstacle, adapter_rank, adapter_tensors, engine_rank, write_adapter
+from trl_qurl.rollout.adapter import (
+    adapter_obstacle,
+    adapter_rank,
+    adapter_tensors,
+    engine_rank,
+    write_adapter,
+)
 from trl_qurl.rollout.checks.tensors import base_digests
 from trl_qurl.rollout.directory import CheckpointFolder
 from trl_qurl.rollout.engine.launch import starting_checkpoint
 from trl_qurl.rollout.preparation import choose_adapter
 from trl_qurl.rollout.routes import AdapterRoute
 
-PLAIN = {"use_cpu": True, "bf16": False, "report_to": [], "steps_per_generation": 4, "gradient_accumulation_steps": 1}
+PLAIN = {
+    "use_cpu": True,
+    "bf16": False,
+    "report_to": [],
+    "steps_per_generation": 4,
+    "gradient_accumulation_steps": 1,
+}
 TOKENS = torch.tensor([[5, 9, 70, 33]])
 
 
 def adapted(model=None, **settings):
     torch.manual_seed(1)  # of an adapter that changes the model
-    settings = {"r": 4, "target_modules": ["q_proj", "up_proj"], "init_lora_weights": False} | settings
-    return get_peft_model(model or tiny_model(), LoraConfig(task_type="CAUSAL_LM", **settings)).eval()
+    settings = {
+        "r": 4,
+        "target_modules": ["q_proj", "up_proj"],
+        "init_lora_weights": False,
+    } | settings
+    return get_peft_model(
+        model or tiny_model(), LoraConfig(task_type="CAUSAL_LM", **settings)
+    ).eval()
 
 
 def logits(model):
@@ -39,7 +57,8 @@ def logits(model):
         return model(TOKENS).logits
 
 
-# Which adapters can be sent ------------------------------------------------------------------------------------------
+# Which adapters can be sent
+# ------------------------------------------------------------------------------------------
 
 
 Q_PROJ = "model.layers.0.self_attn.q_proj"
@@ -48,24 +67,43 @@ LORA_OBSTACLES = [
     ({"bias": "lora_only"}, f"{Q_PROJ}.bias is trained as well"),
     ({"lora_bias": True}, "vLLM does not load lora_bias=True, target_parameters=None"),
     ({"modules_to_save": ["lm_head"]}, "lm_head.weight is trained as well"),
-    ({"target_parameters": ["mlp.down_proj.weight"]}, "vLLM does not load lora_bias=False, target_parameters=['mlp"),
-    ({"trainable_token_indices": [5]}, "model.embed_tokens.token_adapter.trainable_tokens_delta.default is trained"),
-    ({"target_modules": ["q_proj", "lm_head"]}, "it adapts lm_head, which is not a linear layer inside the model"),
-    ({"target_modules": ["embed_tokens"]}, "it adapts model.embed_tokens, which is not a linear layer inside the"),
+    (
+        {"target_parameters": ["mlp.down_proj.weight"]},
+        "vLLM does not load lora_bias=False, target_parameters=['mlp",
+    ),
+    (
+        {"trainable_token_indices": [5]},
+        "model.embed_tokens.token_adapter.trainable_tokens_delta.default is trained",
+    ),
+    (
+        {"target_modules": ["q_proj", "lm_head"]},
+        "it adapts lm_head, which is not a linear layer inside the model",
+    ),
+    (
+        {"target_modules": ["embed_tokens"]},
+        "it adapts model.embed_tokens, which is not a linear layer inside the",
+    ),
     ({"r": 513}, "its rank 513 exceeds vLLM's maximum of 512"),
-    ({"rank_pattern": {"layers.1.self_attn.q_proj": 600}}, "its rank 600 exceeds vLLM's maximum of 512"),
+    (
+        {"rank_pattern": {"layers.1.self_attn.q_proj": 600}},
+        "its rank 600 exceeds vLLM's maximum of 512",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("settings", "reason"), LORA_OBSTACLES)
 def test_settings_of_lora_that_vllm_does_not_load(settings, reason):
-    assert adapter_obstacle(adapted(tiny_model(tie_word_embeddings=False), **settings)).startswith(reason)
+    assert adapter_obstacle(adapted(tiny_model(tie_word_embeddings=False), **settings)).startswith(
+        reason
+    )
 
 
 def test_policies_without_exactly_one_lora_adapter():
     assert adapter_obstacle(tiny_model()).startswith("the policy has no adapter")
     ia3 = IA3Config(target_modules=["q_proj"], feedforward_modules=[])
-    assert adapter_obstacle(get_peft_model(tiny_model(), ia3)).startswith("it is IA3, but vLLM supports only LoRA")
+    assert adapter_obstacle(get_peft_model(tiny_model(), ia3)).startswith(
+        "it is IA3, but vLLM supports only LoRA"
+    )
     model = adapted()
     model.get_base_model().model.norm.weight.requires_grad_(True)
     assert adapter_obstacle(model).startswith("model.norm.weight is trained as well")
@@ -78,7 +116,10 @@ SENDABLE = {
     "plain": {},
     "rank-stabilized": {"use_rslora": True, "lora_alpha": 6},
     "alpha": {"lora_alpha": 24},
-    "patterns": {"rank_pattern": {"q_proj": 2, "layers.1.mlp.up_proj": 8}, "alpha_pattern": {"layers.0.mlp.*": 5}},
+    "patterns": {
+        "rank_pattern": {"q_proj": 2, "layers.1.mlp.up_proj": 8},
+        "alpha_pattern": {"layers.0.mlp.*": 5},
+    },
     "rank-stabilized, patterns": {
         "use_rslora": True,
         "rank_pattern": {"layers.1.mlp.up_proj": 8},
@@ -105,7 +146,9 @@ def test_a_written_adapter_computes_what_was_trained(kind, tmp_path):
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     # vLLM computes one scaling for all layers, from these three.
     assert config["lora_alpha"] / config["r"] == 1.0 and not config["use_rslora"]
-    assert config["r"] <= engine_rank(adapter_rank(model)), "vLLM compares it with the rank it was started for"
+    assert config["r"] <= engine_rank(adapter_rank(model)), (
+        "vLLM compares it with the rank it was started for"
+    )
     with model.disable_adapter():
         assert not torch.allclose(trained, logits(model), atol=1e-2), "the adapter does nothing"
     loaded = PeftModel.from_pretrained(model.unload(), tmp_path / "adapter").eval()
@@ -116,7 +159,10 @@ def test_a_written_adapter_computes_what_was_trained(kind, tmp_path):
 def test_tensors_have_the_names_of_peft_and_the_engines_dtype(tmp_path):
     model = adapted()
     model.save_pretrained(tmp_path / "peft")
-    own, theirs = dict(adapter_tensors(model, torch.bfloat16)), load_file(tmp_path / "peft/adapter_model.safetensors")
+    own, theirs = (
+        dict(adapter_tensors(model, torch.bfloat16)),
+        load_file(tmp_path / "peft/adapter_model.safetensors"),
+    )
     assert own.keys() == theirs.keys()
     assert {tensor.dtype for tensor in own.values()} == {torch.bfloat16}
 
@@ -128,16 +174,21 @@ def test_an_inactive_adapter_is_not_sent():
     assert adapter_obstacle(model) is None and adapter_rank(model) == 4
     torch.testing.assert_close(dict(adapter_tensors(model)), expected, rtol=0, atol=0)
     with model.disable_adapter():
-        assert not any(tensor.any() for name, tensor in adapter_tensors(model) if ".lora_B." in name)
+        assert not any(
+            tensor.any() for name, tensor in adapter_tensors(model) if ".lora_B." in name
+        )
 
 
 def test_engines_are_started_for_the_largest_rank():
     assert adapter_rank(adapted(rank_pattern={"q_proj": 9})) == 9
-    assert adapter_rank(adapted(r=16, rank_pattern={".*": 2})) == 16, "vLLM compares the config's r, not the layers'"
+    assert adapter_rank(adapted(r=16, rank_pattern={".*": 2})) == 16, (
+        "vLLM compares the config's r, not the layers'"
+    )
     assert [engine_rank(rank) for rank in (1, 2, 8, 9, 300, 512)] == [1, 8, 8, 16, 320, 512]
 
 
-# The decision --------------------------------------------------------------------------------------------------------
+# The decision
+# --------------------------------------------------------------------------------------------------
 
 DECISIONS = [
     # requested, obstacle, rank, the server's rank; whether it is sent alone, and why
@@ -147,7 +198,11 @@ DECISIONS = [
     (("stream", None, 4, None), False, "vLLM generates faster without one"),
     (("auto", None, 4, 16), True, "the server accepts adapters"),
     (("adapter", None, 16, 16), True, "weight_sync='adapter' requests it"),
-    (("checkpoint", None, 4, 0, "START"), False, "the server accepts no adapters, but this one has rank 4: start it"),
+    (
+        ("checkpoint", None, 4, 0, "START"),
+        False,
+        "the server accepts no adapters, but this one has rank 4: start it",
+    ),
 ]
 
 
@@ -158,31 +213,45 @@ def test_adapters_are_sent_where_they_can_be(given, takes, reason):
 
 
 def test_an_adapter_that_cannot_be_sent_is_refused_on_request():
-    message = r"alone \(weight_sync='adapter', round_base=True\) is not possible: vLLM does not support DoRA\. Without"
-    with pytest.raises(ValueError, match=message):  # test_errors.py has refusals that depend on the server
+    message = (
+        r"alone \(weight_sync='adapter', round_base=True\) is not possible: vLLM does not support "
+        r"DoRA\. Without"
+    )
+    # test_errors.py has refusals that depend on the server
+    with pytest.raises(ValueError, match=message):
         choose_adapter("adapter", "vLLM does not support DoRA", 0, None)
 
 
-# The rounded base ----------------------------------------------------------------------------------------------------
+# The rounded base
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES.keys())
 def test_a_rounded_base_equals_the_engines_dequantized_codes(scheme, dtype):
-    model = adapted(tiny_model(dtype=torch.bfloat16, **WHOLE_BLOCKS).float(), target_modules=["q_proj"])
+    model = adapted(
+        tiny_model(dtype=torch.bfloat16, **WHOLE_BLOCKS).float(), target_modules=["q_proj"]
+    )
     layers = layers_of(model, scheme=scheme)
     original = tiny_model(dtype=torch.bfloat16, **WHOLE_BLOCKS).float()
     exact = {name: p.detach().clone() for name, p in original.named_parameters()}
     sent = dict(stream_of(original, scheme).tensors(iter(exact.items()), is_exact=True))
     round_base(model.get_base_model(), make_plan(model, scheme.name), dtype)
-    rounded = {name.replace(".base_layer", ""): p for name, p in model.get_base_model().named_parameters()}
+    rounded = {
+        name.replace(".base_layer", ""): p for name, p in model.get_base_model().named_parameters()
+    }
     for name, weight in exact.items():
         layer = name.removesuffix(".weight")
         if layer not in layers:
             assert torch.equal(rounded[name], weight), name
             continue
-        tensors = {part.removeprefix(f"{layer}."): t for part, t in sent.items() if part.startswith(f"{layer}.")}
-        if scheme.checkpoint_format == "pack-quantized":  # vLLM keeps scales of groups in its own dtype
+        tensors = {
+            part.removeprefix(f"{layer}."): t
+            for part, t in sent.items()
+            if part.startswith(f"{layer}.")
+        }
+        # vLLM keeps scales of groups in its own dtype
+        if scheme.checkpoint_format == "pack-quantized":
             tensors["weight_scale"] = tensors["weight_scale"].to(dtype).float()
         assert torch.equal(rounded[name], scheme.dequantize(tensors)), name
         assert not torch.equal(rounded[name], weight), name
@@ -195,7 +264,8 @@ def test_a_base_is_rounded_once():
     round_base(model, make_plan(model, "w4a16"), torch.float32)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     with pytest.raises(
-        ValueError, match=r"were rounded to w4a16 before \(round_base\).*load the original model again"
+        ValueError,
+        match=r"were rounded to w4a16 before \(round_base\).*load the original model again",
     ):
         round_base(model, make_plan(model, "w4a16"), torch.float32)
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
@@ -205,21 +275,28 @@ def test_a_base_is_rounded_once():
 def test_a_run_that_rounded_its_base_does_not_round_it_again(scheme, tmp_path):
     policy = adapted(tiny_model(**WHOLE_BLOCKS), target_modules=["q_proj"])
     model, weights = policy.get_base_model(), stream_of(policy, scheme)
-    AdapterRoute(policy, weights, False, SimpleNamespace(path=tmp_path), rounds_base=True).attach(None, "bfloat16")
+    AdapterRoute(policy, weights, False, SimpleNamespace(path=tmp_path), rounds_base=True).attach(
+        None, "bfloat16"
+    )
     layer, inputs = model.model.layers[0].mlp.up_proj, torch.randn(1, 3, 128)
     with quantized_forward(model, weights.plan, is_rounded=weights.is_rounded):
         output = layer(inputs)
-    torch.testing.assert_close(output, scheme.quantize_activations(inputs) @ layer.weight.t(), rtol=0, atol=0)
+    torch.testing.assert_close(
+        output, scheme.quantize_activations(inputs) @ layer.weight.t(), rtol=0, atol=0
+    )
 
 
-# The base of a server ------------------------------------------------------------------------------------------------
+# The base of a server
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("head", ["tied", "untied"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("scheme", ["int8", pytest.param("w4a16", marks=needs_avx512)])
 def test_a_server_of_the_same_model_has_the_same_base(scheme, dtype, head, tmp_path, monkeypatch):
-    """Whatever dtype the trainer loads the model in; and it still has after the trainer's base was rounded."""
+    """Whatever dtype the trainer loads the model in; and it still has after the trainer's base was
+    rounded.
+    """
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     save_tiny(tmp_path / "model", dtype=torch.bfloat16, tie_word_embeddings=head == "tied")
     start = starting_checkpoint(str(tmp_path / "model"), scheme, ["lm_head"], {})
@@ -229,30 +306,46 @@ def test_a_server_of_the_same_model_has_the_same_base(scheme, dtype, head, tmp_p
         policy = adapted(model)
         weights = stream_of(policy, SCHEMES[scheme])
         writer = CheckpointWriter(policy.get_base_model(), None, weights.plan)
-        folder = CheckpointFolder(Accelerator(cpu=True), writer, str(tmp_path / "rollouts"), 0, is_served=True)
+        folder = CheckpointFolder(
+            Accelerator(cpu=True), writer, str(tmp_path / "rollouts"), 0, is_served=True
+        )
         route = AdapterRoute(policy, weights, True, folder, rounds_base=True)
         route.attach(None, "bfloat16")
         return route
 
     route = route_of(AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=dtype))
     assert route.digests == served and route.checkpoint is not None
-    assert base_digests(route.starting_tensors(), torch.bfloat16) == served, "the saved base is another one"
+    assert base_digests(route.starting_tensors(), torch.bfloat16) == served, (
+        "the saved base is another one"
+    )
     other = route_of(tiny_model(dtype=dtype, tie_word_embeddings=head == "tied", seed=1))
     assert other.digests.keys() == served.keys() and other.digests != served
     route.folder._directory.remove()
-    with pytest.raises(FileNotFoundError, match="The quantized base of this run is gone from .*merge=True"):
+    with pytest.raises(
+        FileNotFoundError, match="The quantized base of this run is gone from .*merge=True"
+    ):
         route.starting_tensors()
 
 
-# Settings ------------------------------------------------------------------------------------------------------------
+# Settings
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"rollout_quantization": None}, "rollout_quantization=None and weight_sync='auto': choose a format"),
-        ({"weight_sync": "stream"}, "rollout_quantization='int8' and weight_sync='stream'.*round_base=False"),
-        ({"weight_sync": "checkpoint"}, "round_base=True does not work with .*weight_sync='checkpoint'"),
+        (
+            {"rollout_quantization": None},
+            "rollout_quantization=None and weight_sync='auto': choose a format",
+        ),
+        (
+            {"weight_sync": "stream"},
+            "rollout_quantization='int8' and weight_sync='stream'.*round_base=False",
+        ),
+        (
+            {"weight_sync": "checkpoint"},
+            "round_base=True does not work with .*weight_sync='checkpoint'",
+        ),
     ],
 )
 def test_a_rounded_base_needs_a_format_and_an_unmerged_adapter(settings, message):

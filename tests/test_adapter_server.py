@@ -47,7 +47,9 @@ def probe(trainer):
 
 def test_it_holds_the_trained_adapter(trainer, run_scenario, tmp_path):
     merged, beside = trainer(), trainer(round_base=True)
-    assert not merged.vllm_generation.sync.route.is_merged, "auto sends an adapter to a server that takes one"
+    assert not merged.vllm_generation.sync.route.is_merged, (
+        "auto sends an adapter to a server that takes one"
+    )
     for number, run in enumerate((merged, beside)):
         run.vllm_generation.sync_weights()
         start = probe(run)
@@ -59,9 +61,14 @@ def test_it_holds_the_trained_adapter(trainer, run_scenario, tmp_path):
         assert end == pytest.approx(fresh, abs=SAME)
         assert end != pytest.approx(start, abs=MOVED)
         rows = [row for row in run.state.log_history if "sync/sent_mb" in row]
-        assert all(0 < row["sync/sent_mb"] < 0.06 for row in rows) and rows[0]["time/sync_check_s"] > 0
+        assert (
+            all(0 < row["sync/sent_mb"] < 0.06 for row in rows) and rows[0]["time/sync_check_s"] > 0
+        )
     # With a rounded base both policies have the same weights.
-    kl = [[row["mismatch/kl_k3"] for row in run.state.log_history if "loss" in row] for run in (merged, beside)]
+    kl = [
+        [row["mismatch/kl_k3"] for row in run.state.log_history if "loss" in row]
+        for run in (merged, beside)
+    ]
     assert max(kl[1]) < min(max(kl[0]), 1e-4)
 
 
@@ -95,8 +102,12 @@ def test_a_server_that_restarts_gets_the_adapter_again(trainer, deployment, monk
     generation = disturbed.vllm_generation
     checked = []
     check = generation.vllm_client.check_base
-    monkeypatch.setattr(generation.vllm_client, "check_base", lambda sent: checked.append(check(sent)))
-    disturbed.add_callback(at_step(2, lambda: interrupt(generation, "generate", deployment.lose_and_wait)))
+    monkeypatch.setattr(
+        generation.vllm_client, "check_base", lambda sent: checked.append(check(sent))
+    )
+    disturbed.add_callback(
+        at_step(2, lambda: interrupt(generation, "generate", deployment.lose_and_wait))
+    )
     disturbed.train()
     assert recoveries(disturbed) == 1 and len(checked) == 1
     assert history(disturbed) == history(undisturbed)
@@ -107,7 +118,9 @@ def test_a_server_that_restarts_gets_the_adapter_again(trainer, deployment, monk
 def test_a_server_that_dies_while_loading_gets_the_adapter_again(trainer, deployment):
     run = trainer()
     client = run.vllm_generation.vllm_client
-    run.add_callback(at_step(2, functools.partial(interrupt, client, "load_adapter", deployment.lose)))
+    run.add_callback(
+        at_step(2, functools.partial(interrupt, client, "load_adapter", deployment.lose))
+    )
     run.train()
     assert recoveries(run) == 1 and run.state.global_step == 4
 
@@ -120,18 +133,34 @@ def test_the_cards_command_serves_the_policy(trainer, warm_python, tmp_path):
     words = re.search(r"^vllm serve (.+)$", card, re.MULTILINE)[1].split()
     port = free_port()
     # vLLM's CPU build has no command `vllm`.
-    command = [warm_python, "-m", "vllm.entrypoints.openai.api_server", "--model", *words, "--port", str(port)]
+    command = [
+        warm_python,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        *words,
+        "--port",
+        str(port),
+    ]
     command += ["--kv-cache-memory-bytes", "64M", "--enforce-eager", "--max-model-len", "64"]
-    without_key = {name: value for name, value in child_environment().items() if name != "VLLM_API_KEY"}
+    without_key = {
+        name: value for name, value in child_environment().items() if name != "VLLM_API_KEY"
+    }
     with (tmp_path / "log").open("w") as log:
-        server = subprocess.Popen(command, cwd=tmp_path, env=without_key, stdout=log, stderr=log, process_group=0)
+        server = subprocess.Popen(
+            command, cwd=tmp_path, env=without_key, stdout=log, stderr=log, process_group=0
+        )
     try:
         asked = {"model": "policy", "prompt": PROBE, "max_tokens": 1, "echo": True, "logprobs": 0}
         deadline = time.monotonic() + 120
         while True:
-            assert server.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()[-3000:]
+            assert server.poll() is None and time.monotonic() < deadline, (
+                tmp_path / "log"
+            ).read_text()[-3000:]
             try:
-                answer = requests.post(f"http://127.0.0.1:{port}/v1/completions", json=asked, timeout=60)
+                answer = requests.post(
+                    f"http://127.0.0.1:{port}/v1/completions", json=asked, timeout=60
+                )
                 break
             except requests.ConnectionError:
                 time.sleep(0.5)

@@ -1,4 +1,6 @@
-"""The examples of docs/architecture.md: in other packages a scheme and an objective (GMPO: test_trainers.py)."""
+"""The examples of docs/architecture.md: in other packages a scheme and an objective (GMPO:
+test_trainers.py).
+"""
 
 import ast
 import json
@@ -117,7 +119,9 @@ def beside(directory):
 def test_an_objective_of_another_package(warm_python, tmp_path):
     """Training with it, and its model card: tests/test_trainers.py."""
     (tmp_path / "made_up.py").write_text(EXAMPLES["objective"])
-    done = completed(warm_python, "-c", USE_THE_OBJECTIVE, cwd=tmp_path, PYTHONPATH=beside(tmp_path))
+    done = completed(
+        warm_python, "-c", USE_THE_OBJECTIVE, cwd=tmp_path, PYTHONPATH=beside(tmp_path)
+    )
     terms = json.loads(done.stdout.splitlines()[-1])
     assert terms["old_logps"] == [[-1.0, -2.5]], "the quantized policy is below the ratio"
     assert terms["weight"] == [[1.0, 2.0]], "of e^2 = 7.39 the cap leaves 2"
@@ -145,7 +149,8 @@ def test_a_scheme_of_another_package(warm_python, tmp_path):
         config = json.loads((tmp_path / way / "config.json").read_text())["quantization_config"]
         assert config["config_groups"]["group_0"]["weights"]["num_bits"] == 6
         tensors = load_file(tmp_path / way / "model.safetensors")
-        assert tensors["model.layers.0.mlp.up_proj.weight_packed"].shape == (128, 24)  # words for 128 inputs
+        # words for 128 inputs
+        assert tensors["model.layers.0.mlp.up_proj.weight_packed"].shape == (128, 24)
 
 
 def test_a_transform_of_weights():
@@ -160,7 +165,9 @@ def test_a_transform_of_weights():
     wide = dict(stream.tensors(model_parameters(model)))[name][0].item()
     stream.transforms.append(names["clip_outliers"])
     narrow = dict(stream.tensors(model_parameters(model)))[name][0].item()
-    assert narrow == pytest.approx(4 * weight[0].std().item() / 127.5, rel=0.01) and narrow < wide / 2
+    assert (
+        narrow == pytest.approx(4 * weight[0].std().item() / 127.5, rel=0.01) and narrow < wide / 2
+    )
 
 
 def files_with(word: str) -> set[str]:
@@ -171,18 +178,32 @@ def files_with(word: str) -> set[str]:
         tree = ast.parse(path.read_text())
         docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
         parts = [node for node in ast.walk(tree) if id(node) not in docstrings]
-        texts = [getattr(node, field, None) for node in parts for field in ("value", "id", "attr", "name", "module")]
-        if not name.startswith("trl_qurl/lab/") and any(isinstance(text, str) and word in text for text in texts):
+        texts = [
+            getattr(node, field, None)
+            for node in parts
+            for field in ("value", "id", "attr", "name", "module")
+        ]
+        if not name.startswith("trl_qurl/lab/") and any(
+            isinstance(text, str) and word in text for text in texts
+        ):
             found.add(name)
     return found
 
 
 @pytest.mark.parametrize(
     ("section", "word"),
-    [("Adding a scheme", "w8a16"), ("Adding an objective", "quantized_ratio"), ("Adding a trainer", "QuRLRLOO")],
+    [
+        ("Adding a scheme", "w8a16"),
+        ("Adding an objective", "quantized_ratio"),
+        ("Adding a trainer", "QuRLRLOO"),
+    ],
 )
 def test_the_files_that_must_change_are_all_named(section, word):
     """By what is there already: whoever adds the next one changes the same files."""
-    named = [code for row in rows(PAGE, section) for code in re.findall(r"`(trl_qurl/[^`]+)`", row[0])]
-    missing = {file for file in files_with(word) if not any(file.startswith(path) for path in named)}
+    named = [
+        code for row in rows(PAGE, section) for code in re.findall(r"`(trl_qurl/[^`]+)`", row[0])
+    ]
+    missing = {
+        file for file in files_with(word) if not any(file.startswith(path) for path in named)
+    }
     assert files_with(word) and not missing

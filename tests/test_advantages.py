@@ -1,4 +1,6 @@
-"""Advantages, whitening and the value loss: against slow loops, by hand, and over real processes."""
+"""Advantages, whitening and the value loss: against slow loops,
+by hand, and over real processes.
+"""
 
 import math
 
@@ -26,20 +28,28 @@ def slow_advantages(rewards, values, bootstrap, mask, gamma, lam):
         V = [values[row, t].item() for t in steps] + [bootstrap[row].item()]
         delta = [r[i] + gamma * V[i + 1] - V[i] for i in range(len(steps))]
         for i, t in enumerate(steps):
-            advantages[row, t] = sum((gamma * lam) ** (j - i) * delta[j] for j in range(i, len(steps)))
+            advantages[row, t] = sum(
+                (gamma * lam) ** (j - i) * delta[j] for j in range(i, len(steps))
+            )
             returns[row, t] = advantages[row, t] + V[i]
     return advantages, returns
 
 
 @settings(max_examples=200)
 @given(
-    st.integers(1, 4), st.integers(1, 9), st.floats(0, 1), st.floats(0, 1), st.booleans(), st.integers(0, 2**31 - 1)
+    st.integers(1, 4),
+    st.integers(1, 9),
+    st.floats(0, 1),
+    st.floats(0, 1),
+    st.booleans(),
+    st.integers(0, 2**31 - 1),
 )
 def test_gae_equals_its_definition_on_random_batches(B, T, gamma, lam, dense, seed):
     generator = torch.Generator().manual_seed(seed)
     draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
     lengths = torch.randint(0, T + 1, (B, 1), generator=generator)
-    mask = (torch.arange(T) < lengths) & (torch.rand(B, T, generator=generator) > 0.3)  # padding, and tools between
+    # padding, and tools between
+    mask = (torch.arange(T) < lengths) & (torch.rand(B, T, generator=generator) > 0.3)
     rewards = draw(B, T).masked_fill(~mask, 0.0) if dense else token_rewards(draw(B), mask)
     cut = torch.rand(B, generator=generator) > 0.5
     bootstrap = torch.where(cut, draw(B), 0.0)
@@ -54,12 +64,44 @@ def test_gae_equals_its_definition_on_random_batches(B, T, gamma, lam, dense, se
     ("case", "mask", "bootstrap", "gamma", "lam", "advantages", "returns"),
     [
         # Reward 1 at the end; values .5, .6, .8.
-        ("γ = λ = 1: reward minus value", [1, 1, 1], 0.0, 1.0, 1.0, [0.5, 0.4, 0.2], [1.0, 1.0, 1.0]),
+        (
+            "γ = λ = 1: reward minus value",
+            [1, 1, 1],
+            0.0,
+            1.0,
+            1.0,
+            [0.5, 0.4, 0.2],
+            [1.0, 1.0, 1.0],
+        ),
         # δ = .5·.6−.5, .5·.8−.6, 1−.8 = −.2, −.2, .2; γλ = .25.
         ("γ = λ = .5", [1, 1, 1], 0.0, 0.5, 0.5, [-0.2375, -0.15, 0.2], [0.2625, 0.45, 1.0]),
-        ("cut: the value after the last token counts", [1, 1, 1], 0.3, 1.0, 1.0, [0.8, 0.7, 0.5], [1.3, 1.3, 1.3]),
-        ("a tool's token between: no time passes", [1, 0, 1], 0.0, 0.5, 1.0, [0.0, 0.0, 0.2], [0.5, 0.0, 1.0]),
-        ("padding behind: the reward moves forward", [1, 1, 0], 0.0, 1.0, 1.0, [0.5, 0.4, 0.0], [1.0, 1.0, 0.0]),
+        (
+            "cut: the value after the last token counts",
+            [1, 1, 1],
+            0.3,
+            1.0,
+            1.0,
+            [0.8, 0.7, 0.5],
+            [1.3, 1.3, 1.3],
+        ),
+        (
+            "a tool's token between: no time passes",
+            [1, 0, 1],
+            0.0,
+            0.5,
+            1.0,
+            [0.0, 0.0, 0.2],
+            [0.5, 0.0, 1.0],
+        ),
+        (
+            "padding behind: the reward moves forward",
+            [1, 1, 0],
+            0.0,
+            1.0,
+            1.0,
+            [0.5, 0.4, 0.0],
+            [1.0, 1.0, 0.0],
+        ),
     ],
 )
 def test_gae_by_hand(case, mask, bootstrap, gamma, lam, advantages, returns):
@@ -109,25 +151,34 @@ def test_two_processes_compute_what_one_does_with_the_whole_batch(run_scenario):
     tensor, mask = torch.randn(6, 5), torch.rand(6, 5) > 0.3
     expected = whiten(tensor, mask, masked_moments(tensor, mask))
     torch.testing.assert_close(torch.tensor(record["whitened"]), expected)
-    assert record["explained_variance"] == pytest.approx(explained_variance(tensor, tensor + expected, mask), rel=1e-5)
+    assert record["explained_variance"] == pytest.approx(
+        explained_variance(tensor, tensor + expected, mask), rel=1e-5
+    )
 
 
 @pytest.mark.parametrize("clip_range", [None, 0.3])
 def test_value_gradients(clip_range):
     torch.manual_seed(0)
     values = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
-    old_values, returns = values.detach() + 0.4 * torch.randn(4, 5), torch.randn(4, 5, dtype=torch.float64)
+    old_values, returns = (
+        values.detach() + 0.4 * torch.randn(4, 5),
+        torch.randn(4, 5, dtype=torch.float64),
+    )
     if clip_range:
         assert 0 < value_loss(values, old_values, returns, clip_range).clipped.float().mean() < 1
-    assert torch.autograd.gradcheck(lambda v: value_loss(v, old_values, returns, clip_range).loss, values)
+    assert torch.autograd.gradcheck(
+        lambda v: value_loss(v, old_values, returns, clip_range).loss, values
+    )
 
 
 @pytest.mark.parametrize(
     ("value", "old", "target", "loss", "gradient", "clipped"),
     [
         (0.2, 0.0, 1.0, 0.5 * 0.8**2, -0.8, False),  # inside the range
-        (0.8, 0.0, 1.0, 0.5 * 0.5**2, 0.0, True),  # has moved far enough towards its target: clip gives .5
-        (0.8, 0.0, -1.0, 0.5 * 1.8**2, 1.8, False),  # has moved away: the full error, and the way back is open
+        # has moved far enough towards its target: clip gives .5
+        (0.8, 0.0, 1.0, 0.5 * 0.5**2, 0.0, True),
+        # has moved away: the full error, and the way back is open
+        (0.8, 0.0, -1.0, 0.5 * 1.8**2, 1.8, False),
         (-0.9, 0.0, -1.0, 0.5 * 0.5**2, 0.0, True),
     ],
 )
@@ -145,5 +196,6 @@ def test_explained_variance():
     returns, mask = torch.randn(6, 7), torch.rand(6, 7) > 0.3
     assert explained_variance(returns, returns, mask) == pytest.approx(1)
     assert explained_variance(torch.full((6, 7), 3.0), returns, mask) == pytest.approx(0, abs=1e-6)
-    assert explained_variance(-returns, returns, mask) == pytest.approx(-3, rel=1e-5)  # twice the error: 1 − 4
+    # twice the error: 1 − 4
+    assert explained_variance(-returns, returns, mask) == pytest.approx(-3, rel=1e-5)
     assert math.isnan(explained_variance(returns, torch.ones(6, 7), mask))

@@ -1,4 +1,6 @@
-"""A run one rollout ahead is a synchronous run delayed by one rollout, to the last digit; also after faults."""
+"""A run one rollout ahead is a synchronous run delayed by one rollout, to the last digit; also
+after faults.
+"""
 
 import functools
 import json
@@ -17,14 +19,27 @@ from support.deployment import answering_500, at_step, history, recoveries
 from tiny import tiny_tokenizer
 
 from benchmarks.objectives import one_run
-from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer, QuRLPPOConfig, QuRLPPOTrainer, QuRLRLOOConfig, QuRLRLOOTrainer
+from trl_qurl import (
+    QuRLGRPOConfig,
+    QuRLGRPOTrainer,
+    QuRLPPOConfig,
+    QuRLPPOTrainer,
+    QuRLRLOOConfig,
+    QuRLRLOOTrainer,
+)
 from trl_qurl.rollout.engine.http import add_key
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("ahead")]
 
-AHEAD = {"rollouts_ahead": 1, "steps_per_generation": 2, "gradient_accumulation_steps": 1, "max_steps": 8}
+AHEAD = {
+    "rollouts_ahead": 1,
+    "steps_per_generation": 2,
+    "gradient_accumulation_steps": 1,
+    "max_steps": 8,
+}
 ROLLOUTS = 4  # of two updates each
-PROMPTS = [a + b for a in "abcd" for b in "ijk"]  # for three rollouts: the fourth is in the second epoch
+# for three rollouts: the fourth is in the second epoch
+PROMPTS = [a + b for a in "abcd" for b in "ijk"]
 TRAINERS = {
     "GRPO": (QuRLGRPOTrainer, QuRLGRPOConfig),
     "RLOO": (QuRLRLOOTrainer, QuRLRLOOConfig),
@@ -41,12 +56,15 @@ def build(deployment, algorithm="GRPO", reward=distinct, output_dir="out", **set
     trainer = trainer_class(
         model=str(deployment.model),
         reward_funcs=reward,
-        args=config(str(deployment.directory / output_dir), **deployment.config(**{**AHEAD, **settings})),
+        args=config(
+            str(deployment.directory / output_dir), **deployment.config(**{**AHEAD, **settings})
+        ),
         train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
         eval_dataset=Dataset.from_dict({"prompt": PROMPTS[:4]}),
         processing_class=tiny_tokenizer(),
     )
-    trainer.vllm_generation.generation_kwargs["seed"] = 7  # so that runs can be compared, as in `test_faults`
+    # so that runs can be compared, as in `test_faults`
+    trainer.vllm_generation.generation_kwargs["seed"] = 7
     return trainer
 
 
@@ -63,7 +81,9 @@ def order(deployment):
 
 @pytest.fixture(scope="module")
 def delayed(deployment, order):
-    """What a synchronous run computes that is delayed by one rollout, by algorithm, lost rollouts and settings."""
+    """What a synchronous run computes that is delayed by one rollout, by algorithm, lost rollouts
+    and settings.
+    """
 
     @functools.cache
     def run(algorithm="GRPO", lost=(), **settings):
@@ -71,7 +91,9 @@ def delayed(deployment, order):
         trainer = build(deployment, algorithm, rollouts_ahead=0, **settings)
         delay(trainer, order, lost)
         trainer.train()
-        assert all(grad_norm > 0 for _, grad_norm, *_ in history(trainer)), "there is nothing to compare"
+        assert all(grad_norm > 0 for _, grad_norm, *_ in history(trainer)), (
+            "there is nothing to compare"
+        )
         return history(trainer)
 
     return run
@@ -121,16 +143,19 @@ def test_two_processes(deployment, train, tmp_path):
 
 def test_evaluation_takes_no_rollout_away(deployment, delayed):
     deployment.up()
-    # An evaluation draws from torch's generator, as TRL does to shuffle, and syncs once more, which smoothing counts.
+    # An evaluation draws from torch's generator, as TRL does to shuffle, and syncs once more, which
+    # smoothing counts.
     settings = {"eval_strategy": "steps", "eval_steps": 1, "smooth_activations": False}
-    ahead = build(deployment, "RLOO", **settings)  # which reads the engine's log-probabilities from its last answer
+    # which reads the engine's log-probabilities from its last answer
+    ahead = build(deployment, "RLOO", **settings)
     ahead.train()
     assert sum("eval_loss" in row for row in ahead.state.log_history) == AHEAD["max_steps"]
     assert not any("eval_rollout/staleness" in row for row in ahead.state.log_history)
     assert history(ahead) == delayed("RLOO", **settings)
 
 
-@pytest.mark.parametrize("step", [3, pytest.param(4, marks=pytest.mark.slow)])  # inside a rollout, between two
+# inside a rollout, between two
+@pytest.mark.parametrize("step", [3, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_resumed_run_continues_with_the_rollout_that_was_out(deployment, delayed, step):
     deployment.up()
     settings = {"output_dir": f"saved-{step}", "save_strategy": "steps", "save_steps": step}
@@ -156,7 +181,9 @@ def test_a_rollout_for_other_prompts_is_not_used(deployment):
 
 
 def before_begin(trainer, rollout, act):
-    """Let `act` come just before the server is asked to begin this rollout, so that it is out when a step ends."""
+    """Let `act` come just before the server is asked to begin this rollout, so that it is out when
+    a step ends.
+    """
     client, begun = trainer.vllm_generation.vllm_client, iter(range(1, ROLLOUTS))
     generate = client.generate
 
@@ -248,10 +275,14 @@ def running_requests(deployment):
 
 def abort_all(deployment):
     """How many requests there were."""
-    return requests.post(f"{deployment.server.url}/abort_requests", json={}, auth=add_key, timeout=5).json()["aborted"]
+    return requests.post(
+        f"{deployment.server.url}/abort_requests", json={}, auth=add_key, timeout=5
+    ).json()["aborted"]
 
 
-@pytest.mark.parametrize("error", [RuntimeError, pytest.param(KeyboardInterrupt, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "error", [RuntimeError, pytest.param(KeyboardInterrupt, marks=pytest.mark.slow)]
+)
 def test_an_error_leaves_neither_a_request_nor_a_thread(deployment, error):
     deployment.up()
     calls, threads = [], threading.active_count()
@@ -262,7 +293,9 @@ def test_an_error_leaves_neither_a_request_nor_a_thread(deployment, error):
             raise error("in a reward")
         return distinct(completions)
 
-    ahead = build(deployment, reward=breaks, max_completion_length=56, generation_kwargs={"ignore_eos": True})
+    ahead = build(
+        deployment, reward=breaks, max_completion_length=56, generation_kwargs={"ignore_eos": True}
+    )
     with pytest.raises(error, match="in a reward"):
         ahead.train()
     assert calls[1] > 0, "no rollout was out"
@@ -277,7 +310,13 @@ def test_an_error_leaves_neither_a_request_nor_a_thread(deployment, error):
 def test_a_killed_trainer_is_in_nobodys_way(deployment):
     deployment.up()
     config = deployment.config(**AHEAD | {"max_steps": 100, "max_completion_length": 56})
-    command = [deployment.python, SCENARIOS / "train.py", deployment.directory / "killed", "--model", deployment.model]
+    command = [
+        deployment.python,
+        SCENARIOS / "train.py",
+        deployment.directory / "killed",
+        "--model",
+        deployment.model,
+    ]
     command += ["--config", json.dumps(config | {"generation_kwargs": {"ignore_eos": True}})]
     trainer = subprocess.Popen(list(map(str, command)), env=child_environment(), process_group=0)
     try:

@@ -9,7 +9,13 @@ from trl_qurl import QuRLGRPOConfig, QuRLRLOOConfig
 from trl_qurl.rollout.ahead import UpcomingRows
 from trl_qurl.trainers.arguments import check_arguments
 
-PLAIN = {"use_cpu": True, "bf16": False, "report_to": [], "vllm_mode": "server", "num_generations": 2}
+PLAIN = {
+    "use_cpu": True,
+    "bf16": False,
+    "report_to": [],
+    "vllm_mode": "server",
+    "num_generations": 2,
+}
 ROWS = Dataset.from_dict({"prompt": [f"question {number}" for number in range(11)]})
 
 
@@ -24,7 +30,10 @@ def config(kind=QuRLGRPOConfig, **settings):
 @pytest.mark.parametrize("kind", [QuRLGRPOConfig, QuRLRLOOConfig])
 def test_settings_that_do_not_fit(kind):
     config(kind)
-    with pytest.raises(ValueError, match="rollouts_ahead=1 needs a server .* vllm_mode is 'colocate': start one with"):
+    with pytest.raises(
+        ValueError,
+        match="rollouts_ahead=1 needs a server .* vllm_mode is 'colocate': start one with",
+    ):
         config(kind, vllm_mode="colocate")
     for number in (-1, 2):
         with pytest.raises(ValueError, match=f"rollouts_ahead is {number}, but must be 0 or 1"):
@@ -33,7 +42,10 @@ def test_settings_that_do_not_fit(kind):
 
 
 def test_dynamic_sampling_is_refused():
-    with pytest.raises(ValueError, match="cannot begin the next one ahead: set rollouts_ahead=0 or dynamic_sampling="):
+    with pytest.raises(
+        ValueError,
+        match="cannot begin the next one ahead: set rollouts_ahead=0 or dynamic_sampling=",
+    ):
         config(dynamic_sampling=True)
 
 
@@ -41,31 +53,49 @@ def test_dynamic_sampling_is_refused():
 def test_arguments_that_do_not_fit(name):
     arguments = {"model": "some/model", "train_dataset": ROWS, "reward_funcs": count}
     check_arguments(config(), arguments)
-    with pytest.raises(ValueError, match=f"rollouts_ahead=1 does not work with {name}: remove one of them"):
+    with pytest.raises(
+        ValueError, match=f"rollouts_ahead=1 does not work with {name}: remove one of them"
+    ):
         check_arguments(config(), arguments | {name: [count]})
     check_arguments(config(rollouts_ahead=0), arguments | {name: [count]})
 
 
 def test_streams_and_images_are_refused():
-    stream = {"model": "some/model", "train_dataset": ROWS.to_iterable_dataset(), "reward_funcs": count}
-    with pytest.raises(ValueError, match="rollouts_ahead=1 does not work with a streaming dataset: load it with str"):
+    stream = {
+        "model": "some/model",
+        "train_dataset": ROWS.to_iterable_dataset(),
+        "reward_funcs": count,
+    }
+    with pytest.raises(
+        ValueError,
+        match="rollouts_ahead=1 does not work with a streaming dataset: load it with str",
+    ):
         check_arguments(config(), stream)
     check_arguments(config(rollouts_ahead=0), stream)
     images = ROWS.add_column("image", [None] * len(ROWS))
     with pytest.raises(ValueError, match="rollouts_ahead=1 does not work with images"):
-        check_arguments(config(), {"model": "some/model", "train_dataset": images, "reward_funcs": count})
+        check_arguments(
+            config(), {"model": "some/model", "train_dataset": images, "reward_funcs": count}
+        )
 
 
 def sampler(shuffle=True):
-    return RepeatSampler(ROWS, mini_repeat_count=2, batch_size=3, repeat_count=4, shuffle=shuffle, seed=5)
+    return RepeatSampler(
+        ROWS, mini_repeat_count=2, batch_size=3, repeat_count=4, shuffle=shuffle, seed=5
+    )
 
 
 def rollouts(epochs, shuffle=True):
-    """What TRL's dataloader yields once per rollout: every prompt twice, three prompts at a time."""
+    """What TRL's dataloader yields once per rollout: every
+    prompt twice, three prompts at a time.
+    """
     again = sampler(shuffle)
     for _ in range(epochs):
         indices = list(again)
-        yield from ([ROWS[index] for index in indices[start : start + 6]] for start in range(0, len(indices), 24))
+        yield from (
+            [ROWS[index] for index in indices[start : start + 6]]
+            for start in range(0, len(indices), 24)
+        )
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
@@ -87,5 +117,7 @@ def test_rows_that_nobody_drew(caplog):
     upcoming, expected = UpcomingRows(sampler(), ROWS, Accelerator(cpu=True)), list(rollouts(1))
     others = [{"prompt": row["prompt"] + "?"} for row in expected[0]]
     assert upcoming.after(others) == upcoming.after(expected[0]) == []
-    [warning] = [record.getMessage() for record in caplog.records if "rollouts_ahead" in record.getMessage()]
+    [warning] = [
+        record.getMessage() for record in caplog.records if "rollouts_ahead" in record.getMessage()
+    ]
     assert "rollouts_ahead has no effect" in warning

@@ -1,4 +1,6 @@
-"""Vision-language models, mixtures of experts and other families: real runs with every sync checked by digests."""
+"""Vision-language models, mixtures of experts and other families: real runs with every sync checked
+by digests.
+"""
 
 import pytest
 from conftest import needs_vnni, vllm_server
@@ -26,7 +28,9 @@ def assert_sound(record, steps=2, rate=1e-6):
     assert len(rows) == steps and rows[0]["grad_norm"] > 0 and record["rate"] == rate
     for row in rows:
         assert row["sync/probe_ratio"] < 1, "the engine does not compute with the trainer's weights"
-        assert 0 <= row["mismatch/kl_k3"] < 1e-3, "the engine answers other prompts, or with other weights"
+        assert 0 <= row["mismatch/kl_k3"] < 1e-3, (
+            "the engine answers other prompts, or with other weights"
+        )
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +42,9 @@ def record_of(run_scenario, tmp_path_factory):
         if case not in records:
             needs_packages(case.partition("@")[0])
             together = next((cases for cases in TOGETHER if case in cases), (case,))
-            records.update(run_scenario("architectures.py", tmp_path_factory.mktemp("run"), *together))
+            records.update(
+                run_scenario("architectures.py", tmp_path_factory.mktemp("run"), *together)
+            )
         return records[case]
 
     return record
@@ -54,7 +60,9 @@ def record_of(run_scenario, tmp_path_factory):
     ],
 )
 def test_engine_computes_with_the_trainers_weights(case, record_of):
-    """At 0.02, updates of one image are so large that features which the engine has cached would show."""
+    """At 0.02, updates of one image are so large that features which the engine has cached would
+    show.
+    """
     assert_sound(record_of(case), **{"steps": 4, "rate": 0.02} if "@" in case else {})
 
 
@@ -71,7 +79,9 @@ def test_ignored_experts_are_not_quantized(record_of):
 def test_a_server_computes_with_the_trainers_weights(family, run_scenario, tmp_path):
     needs_packages(family)
     if family in VISION_FAMILIES:
-        save_tiny(tmp_path / "model", model=tiny_vision_model(family), tokenizer=vision_processor(family))
+        save_tiny(
+            tmp_path / "model", model=tiny_vision_model(family), tokenizer=vision_processor(family)
+        )
         options = ("--max-model-len", "512")
     else:
         save_tiny(tmp_path / "model", model=tiny_mixture(family))
@@ -85,11 +95,17 @@ def test_a_server_computes_with_the_trainers_weights(family, run_scenario, tmp_p
 def test_prompts_have_one_placeholder_per_image(family):
     processor = vision_processor(family)
     image = {"type": "image", "image": picture()}
-    parts = ([image, "a"], [image, image, "b"], [image, "a>", image])  # as ids, the first begins the last
-    contents = [[{"type": "text", "text": part} if isinstance(part, str) else part for part in row] for row in parts]
+    # as ids, the first begins the last
+    parts = ([image, "a"], [image, image, "b"], [image, "a>", image])
+    contents = [
+        [{"type": "text", "text": part} if isinstance(part, str) else part for part in row]
+        for row in parts
+    ]
     chats = [[{"role": "user", "content": content}] for content in contents]
     further, template = [40, 41], {"add_generation_prompt": True}
-    whole = processor.apply_chat_template(chats, tokenize=True, return_dict=True, **template)["input_ids"]
+    whole = processor.apply_chat_template(chats, tokenize=True, return_dict=True, **template)[
+        "input_ids"
+    ]
     plain = plain_prompts(processor, chats, whole)
     texts = processor.apply_chat_template(chats, tokenize=False, **template)
     for prompt, text in zip(whole, texts, strict=True):
@@ -98,5 +114,8 @@ def test_prompts_have_one_placeholder_per_image(family):
         assert len(as_plain(prompt, plain)) < len(prompt)
     assert as_plain([50, 51], plain) == [50, 51]
     check_seen(whole, whole)
-    with pytest.raises(ValueError, match=rf"of 9 tokens where the trainer scores one of {len(whole[0])}: .*'server'"):
+    with pytest.raises(
+        ValueError,
+        match=rf"of 9 tokens where the trainer scores one of {len(whole[0])}: .*'server'",
+    ):
         check_seen(whole, [[7] * 9])

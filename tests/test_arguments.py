@@ -1,4 +1,6 @@
-"""Arguments of a trainer, in TRL's order and by name: used as TRL uses them, or refused before an engine starts."""
+"""Arguments of a trainer, in TRL's order and by name: used as TRL uses them, or refused before an
+engine starts.
+"""
 
 import functools
 import re
@@ -59,8 +61,12 @@ def test_vespo_needs_no_setting_of_trls_correction(objective, tmp_path):
 
 @each_trainer
 def test_an_adapter_is_not_a_model(cls, tmp_path):
-    get_peft_model(tiny_model(), LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
-    with pytest.raises(ValueError, match=f"{tmp_path}/adapter holds an adapter.*PeftModel.*is_trainable=True"):
+    get_peft_model(tiny_model(), LoraConfig(target_modules=["q_proj"])).save_pretrained(
+        tmp_path / "adapter"
+    )
+    with pytest.raises(
+        ValueError, match=f"{tmp_path}/adapter holds an adapter.*PeftModel.*is_trainable=True"
+    ):
         build(cls, tmp_path, model=str(tmp_path / "adapter"))
 
 
@@ -75,7 +81,9 @@ def test_a_home_directory_is_written_out(cls, tmp_path, monkeypatch):
 @each_trainer
 def test_a_directory_in_which_another_run_trains_is_refused(cls, tmp_path):
     begin_log(tmp_path / RUN_LOG, {})
-    with pytest.raises(RuntimeError, match=f"Another run is training with the output directory {tmp_path}"):
+    with pytest.raises(
+        RuntimeError, match=f"Another run is training with the output directory {tmp_path}"
+    ):
         build(cls, tmp_path)
     end_log(tmp_path / RUN_LOG)
 
@@ -95,7 +103,9 @@ def test_data_without_prompts_is_refused(cls, streamed, tmp_path):
 
 def test_data_for_evaluation_needs_prompts_too(tmp_path):
     data = DatasetDict(easy=PROMPTS, hard=PROMPTS.rename_column("prompt", "question"))
-    with pytest.raises(ValueError, match="hard has no column 'prompt', only 'question', 'solution'"):
+    with pytest.raises(
+        ValueError, match="hard has no column 'prompt', only 'question', 'solution'"
+    ):
         grpo(tmp_path, eval_dataset=data)
 
 
@@ -122,7 +132,10 @@ async def asks(completions, texts, **kwargs):
     ("function", "message"),
     [
         (lambda samples, **kwargs: [], r"'<lambda>' \(missing a required argument: 'samples'\)"),
-        (lambda completions, answer, **kwargs: [], r"'<lambda>' \(missing a required argument: 'answer'\)"),
+        (
+            lambda completions, answer, **kwargs: [],
+            r"'<lambda>' \(missing a required argument: 'answer'\)",
+        ),
         (lambda completions: [], r"'<lambda>' \(got an unexpected keyword argument 'prompts'\)"),
         (lambda completions, /, **kwargs: [], r"'<lambda>' \(.*'completions'"),
         (Judge(), r"'judge' \(got an unexpected keyword argument 'completion_ids'\)"),
@@ -131,8 +144,13 @@ async def asks(completions, texts, **kwargs):
     ],
 )
 def test_a_reward_function_that_trl_cannot_call_is_refused(cls, function, message, tmp_path):
-    passed = "it passes prompts, completions, completion_ids, trainer_state, log_extra, log_metric, solution by name"
-    with pytest.raises(TypeError, match=rf"TRL cannot call the reward function {message}.*: {passed}"):
+    passed = (
+        "it passes prompts, completions, completion_ids, trainer_state, log_extra, log_metric, "
+        "solution by name"
+    )
+    with pytest.raises(
+        TypeError, match=rf"TRL cannot call the reward function {message}.*: {passed}"
+    ):
         build(cls, tmp_path, function=function)
 
 
@@ -151,7 +169,8 @@ def supplies_judge(function):
 PARTIAL = functools.partial(with_judge, judge=len)
 CALLABLE = {
     "plain": reward,
-    "all names": lambda prompts, completions, completion_ids, trainer_state, log_extra, log_metric, solution: [],
+    "all "
+    "names": lambda prompts, completions, completion_ids, trainer_state, log_extra, log_metric, solution: [],
     "optional": lambda completions, solution, optional=None, **kwargs: [],
     "several": [reward, lambda **kwargs: []],
     "partial": PARTIAL,
@@ -177,9 +196,16 @@ def test_a_wrapper_that_trl_cannot_call_is_refused(tmp_path):
 
 def test_columns_are_those_of_a_transform(tmp_path):
     stored = Dataset.from_dict({"question": ["ab"] * 16})
-    made = stored.with_transform(lambda rows: {"prompt": rows["question"], "solution": rows["question"]})
+    made = stored.with_transform(
+        lambda rows: {"prompt": rows["question"], "solution": rows["question"]}
+    )
     with pytest.raises(AssertionError, match=STARTED):
-        grpo(tmp_path, data=made, eval_dataset=made, function=lambda completions, solution, **kwargs: [])
+        grpo(
+            tmp_path,
+            data=made,
+            eval_dataset=made,
+            function=lambda completions, solution, **kwargs: [],
+        )
     gone = PROMPTS.with_transform(lambda rows: {"question": rows["prompt"]})
     with pytest.raises(ValueError, match="train_dataset has no column 'prompt', only 'question': "):
         grpo(tmp_path, data=gone)
@@ -202,12 +228,15 @@ def small_context(monkeypatch):
     [
         (
             "a" * 20,
-            r"of 20 tokens fills the context of 20 tokens .vllm_max_model_length; of a server, --max-model-len",
+            r"of 20 tokens fills the context of 20 tokens .vllm_max_model_length; of a server, "
+            r"--max-model-len",
         ),
         ("", "has no tokens, so there is nothing to continue: remove it from the dataset"),
     ],
 )
-def test_prompts_that_cannot_be_continued_are_refused(split, prompt, message, small_context, tmp_path):
+def test_prompts_that_cannot_be_continued_are_refused(
+    split, prompt, message, small_context, tmp_path
+):
     data = Dataset.from_dict({"prompt": [*["abcd"] * 15, prompt]})
     row = {"data": "train_dataset", "eval_dataset": "eval_dataset"}[split]
     with pytest.raises(ValueError, match=rf"The prompt {row}\[15\] {message}"):
@@ -218,18 +247,27 @@ def test_all_prompts_are_measured_in_tokens(small_context, tmp_path):
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens(["long word "])
     few_tokens = ["long word " * 5] * 15
-    evaluation = DatasetDict(easy=PROMPTS, hard=Dataset.from_dict({"prompt": [*few_tokens, "a" * 20]}))
+    evaluation = DatasetDict(
+        easy=PROMPTS, hard=Dataset.from_dict({"prompt": [*few_tokens, "a" * 20]})
+    )
     given = {"processing_class": tokenizer, "model": tiny_model(vocab_size=110)}
     grpo(tmp_path, data=Dataset.from_dict({"prompt": few_tokens + ["a"]}), **given)
-    with pytest.raises(ValueError, match=r"The prompt eval_dataset\['hard'\]\[15\] of 20 tokens fills"):
+    with pytest.raises(
+        ValueError, match=r"The prompt eval_dataset\['hard'\]\[15\] of 20 tokens fills"
+    ):
         grpo(tmp_path, eval_dataset=evaluation, **given)
 
 
 @each_trainer
 def test_prompts_are_measured_before_the_engine_starts_if_the_context_is_set(cls, tmp_path):
     tiny_model().save_pretrained(tmp_path / "model")  # where a critic starts
-    given = {"model": str(tmp_path / "model"), "data": Dataset.from_dict({"prompt": [*["ab"] * 15, "a" * 20]})}
-    with pytest.raises(ValueError, match=r"train_dataset\[15\] of 20 tokens fills the context of 20 tokens"):
+    given = {
+        "model": str(tmp_path / "model"),
+        "data": Dataset.from_dict({"prompt": [*["ab"] * 15, "a" * 20]}),
+    }
+    with pytest.raises(
+        ValueError, match=r"train_dataset\[15\] of 20 tokens fills the context of 20 tokens"
+    ):
         build(cls, tmp_path, args=settings_of(cls, tmp_path, vllm_max_model_length=20), **given)
     with pytest.raises(AssertionError, match=STARTED):
         build(cls, tmp_path, args=settings_of(cls, tmp_path, vllm_max_model_length=21), **given)
@@ -245,21 +283,34 @@ def test_a_part_of_a_large_dataset_is_measured(small_context, monkeypatch, caplo
 
 
 def tokenizer_that_adds(single: str) -> PreTrainedTokenizerFast:
-    """The tiny tokenizer, which surrounds each text `$A` with special tokens, and a template for chats."""
+    """The tiny tokenizer, which surrounds each text `$A` with special tokens, and a template for
+    chats.
+    """
     tokenizer = tiny_tokenizer(["<pad>", "<eos>", "<bos>", *VOCABULARY[2:-1]], bos_token="<bos>")
     special = [("<eos>", 1), ("<bos>", 2)]
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=special)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=single, special_tokens=special
+    )
     tokenizer.chat_template = (
-        "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}:{% endif %}"
+        "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}:{% endif "
+        "%}"
     )
     return tokenizer
 
 
 USER, ASSISTANT = {"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}
 DOUBTFUL = {
-    "an end": ("$A <eos>", "ab", r"end with '<eos>', which the tokenizer adds.*add_eos_token=False"),
+    "an end": (
+        "$A <eos>",
+        "ab",
+        r"end with '<eos>', which the tokenizer adds.*add_eos_token=False",
+    ),
     "an end in the text": ("$A <eos>", "ab<eos>", None),
-    "two starts": ("<bos> $A", "<bos>ab", "begin with two '<bos>': leave the token out of the text"),
+    "two starts": (
+        "<bos> $A",
+        "<bos>ab",
+        "begin with two '<bos>': leave the token out of the text",
+    ),
     "one start": ("<bos> $A", "ab", None),
     "an answer": (
         "$A",
@@ -282,7 +333,8 @@ def test_prompts_that_the_policy_would_not_answer_get_a_warning(
     if message is not None:
         [warning] = said
         assert re.search(
-            rf"\b{16 - first} prompts, the first of which is train_dataset\[{first}\], {message}", warning
+            rf"\b{16 - first} prompts, the first of which is train_dataset\[{first}\], {message}",
+            warning,
         )
     elif single == "$A <eos>":
         assert "14 prompts" in said[0], "the text that ends with the token means it"
@@ -296,16 +348,20 @@ def test_a_token_beyond_the_embedding_is_refused_if_a_prompt_has_it(cls, tmp_pat
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens([f"<t{number}>" for number in range(9)])
     given = {"model": str(tmp_path / "model"), "processing_class": tokenizer}
-    with pytest.raises(AssertionError, match=STARTED):  # 106 tokens, of which no prompt has the last eight
+    # 106 tokens, of which no prompt has the last eight
+    with pytest.raises(AssertionError, match=STARTED):
         build(cls, tmp_path, data=Dataset.from_dict({"prompt": ["a<t0>"] * 16}), **given)
     beyond = Dataset.from_dict({"prompt": [*["ab"] * 15, "a<t1>"]})
     message = (
-        r"'<t1>', a token of the prompt train_dataset\[15\], has the number 98, .* 98 rows: .*resize_token_embeddings"
+        r"'<t1>', a token of the prompt train_dataset\[15\], has the number 98, .* 98 rows: "
+        r".*resize_token_embeddings"
     )
     with pytest.raises(ValueError, match=message):
         build(cls, tmp_path, data=beyond, **given)
     tokenizer.add_special_tokens({"pad_token": "<t8>"})
-    with pytest.raises(ValueError, match="'<t8>', the tokenizer's padding token, has the number 105.* 98 rows"):
+    with pytest.raises(
+        ValueError, match="'<t8>', the tokenizer's padding token, has the number 105.* 98 rows"
+    ):
         build(cls, tmp_path, **given)
 
 
@@ -322,16 +378,22 @@ def test_a_policy_that_nothing_trains_is_refused(cls, tmp_path):
     for settings in ({}, {"beta": 0.1}):
         args = settings_of(cls, tmp_path, **settings)
         frozen = PeftModel.from_pretrained(base(), tmp_path / "adapter")
-        with pytest.raises(ValueError, match="The policy has no trainable parameter.*is_trainable=True"):
+        with pytest.raises(
+            ValueError, match="The policy has no trainable parameter.*is_trainable=True"
+        ):
             build(cls, tmp_path, model=frozen, args=args)
         trained = PeftModel.from_pretrained(base(), tmp_path / "adapter", is_trainable=True)
         with pytest.raises(AssertionError, match=STARTED):
             build(cls, tmp_path, model=trained, args=args)
     merged = PeftModel.from_pretrained(base(), tmp_path / "adapter").merge_and_unload()
-    with pytest.raises(ValueError, match="The policy has no trainable parameter.*requires_grad_.*merge_and_unload"):
+    with pytest.raises(
+        ValueError, match="The policy has no trainable parameter.*requires_grad_.*merge_and_unload"
+    ):
         build(cls, tmp_path, model=merged)
     inference = LoraConfig(r=4, target_modules=["q_proj"], inference_mode=True)
-    with pytest.raises(ValueError, match="The policy has no trainable parameter.*inference_mode=False"):
+    with pytest.raises(
+        ValueError, match="The policy has no trainable parameter.*inference_mode=False"
+    ):
         build(cls, tmp_path, model=base(), peft_config=inference)
 
 
@@ -341,7 +403,10 @@ def test_a_reward_function_whose_column_is_removed_is_refused(cls, tmp_path):
         return [0.0] * len(completions)
 
     args = settings_of(cls, tmp_path, remove_unused_columns=True)
-    message = r"'graded' \(missing a required argument: 'solution'\).*remove_unused_columns=True removes solution"
+    message = (
+        r"'graded' \(missing a required argument: 'solution'\).*remove_unused_columns=True removes "
+        r"solution"
+    )
     with pytest.raises(TypeError, match=message):
         build(cls, tmp_path, function=graded, args=args)
     with pytest.raises(AssertionError, match=STARTED):
@@ -352,15 +417,25 @@ def test_prompts_that_leave_too_little_context_get_a_warning(small_context, capl
     def warnings(prompt):
         caplog.clear()
         grpo(tmp_path, data=Dataset.from_dict({"prompt": [prompt] * 16}))
-        return [record.getMessage() for record in caplog.records if "Long prompts" in record.getMessage()]
+        return [
+            record.getMessage()
+            for record in caplog.records
+            if "Long prompts" in record.getMessage()
+        ]
 
     assert not warnings("abcd")
     [warning] = warnings("abcde")
-    assert "end completions before max_completion_length=16, because both share the context of 20 tokens" in warning
+    assert (
+        "end completions before max_completion_length=16, because both share the context of 20 "
+        "tokens" in warning
+    )
 
 
 def test_reward_functions_may_take_what_a_rollout_function_adds(tmp_path):
-    given = {"rollout_func": lambda prompts, trainer: {}, "function": lambda completions, score, **kwargs: []}
+    given = {
+        "rollout_func": lambda prompts, trainer: {},
+        "function": lambda completions, score, **kwargs: [],
+    }
     with pytest.raises(AssertionError, match=STARTED):
         grpo(tmp_path, **given)
 
@@ -371,8 +446,10 @@ NOT_MERGED = {
     r"PrefixTuningConfig \(PREFIX_TUNING\)": PrefixTuningConfig(num_virtual_tokens=4, **CAUSAL),
     r"LoraConfig \(alora_invocation_tokens\)": LoraConfig(alora_invocation_tokens=[40], **CAUSAL),
     r"LoraConfig \(trainable_token_indices\)": LoraConfig(trainable_token_indices=[5], **CAUSAL),
-    r"LNTuningConfig \(LN_TUNING\)": LNTuningConfig(target_modules=["norm"], **CAUSAL),  # swaps modules
-    r"VeraConfig \(VERA\)": VeraConfig(r=4, target_modules=["q_proj"], **CAUSAL),  # shares tensors among layers
+    # swaps modules
+    r"LNTuningConfig \(LN_TUNING\)": LNTuningConfig(target_modules=["norm"], **CAUSAL),
+    # shares tensors among layers
+    r"VeraConfig \(VERA\)": VeraConfig(r=4, target_modules=["q_proj"], **CAUSAL),
 }
 REFUSED = " is a PEFT method that cannot be merged into the weights, .*: use LoRA"
 
@@ -380,7 +457,10 @@ REFUSED = " is a PEFT method that cannot be merged into the weights, .*: use LoR
 @each_trainer
 @pytest.mark.parametrize("name", NOT_MERGED)
 def test_an_adapter_that_cannot_be_merged_is_refused(cls, name, tmp_path):
-    for given in ({"peft_config": NOT_MERGED[name]}, {"model": get_peft_model(tiny_model(), NOT_MERGED[name])}):
+    for given in (
+        {"peft_config": NOT_MERGED[name]},
+        {"model": get_peft_model(tiny_model(), NOT_MERGED[name])},
+    ):
         with pytest.raises(ValueError, match=name + REFUSED):
             build(cls, tmp_path, **given)
 
@@ -388,13 +468,20 @@ def test_an_adapter_that_cannot_be_merged_is_refused(cls, name, tmp_path):
 @each_trainer
 def test_a_run_on_a_cpu_that_is_too_short_is_not_compiled(cls, tmp_path, monkeypatch):
     def eager(**changed):
-        size = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_completion_length": 50}
+        size = {
+            "per_device_train_batch_size": 4,
+            "gradient_accumulation_steps": 2,
+            "max_completion_length": 50,
+        }
         args = settings_of(cls, tmp_path, **size | changed)
         return rollout_settings(args).engine_kwargs.get("enforce_eager", "vLLM's default")
 
     assert WORTH_COMPILING == 30_000, "answers of the runs below"
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert eager(max_steps=74) is True and eager(max_steps=75) == eager(max_steps=-1) == "vLLM's default"
+    assert (
+        eager(max_steps=74) is True
+        and eager(max_steps=75) == eager(max_steps=-1) == "vLLM's default"
+    )
     assert eager(max_steps=1, vllm_engine_kwargs={"enforce_eager": False}) is False
     monkeypatch.setattr("trl_qurl.trainers.arguments.gpu_capability", lambda: (9, 0))
     assert eager(max_steps=1) == "vLLM's default"
@@ -410,15 +497,22 @@ class EndsAtOnce(TrainerCallback):
 
 
 @each_trainer
-def test_an_optimizer_without_the_policys_parameters_is_refused(cls, small_context, tmp_path, caplog):
+def test_an_optimizer_without_the_policys_parameters_is_refused(
+    cls, small_context, tmp_path, caplog
+):
     tiny_model().save_pretrained(tmp_path / "model")
     policy = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
 
     def train(parameters):
         optimizer = torch.optim.AdamW(parameters, lr=1e-3)
-        build(cls, tmp_path, model=policy, optimizers=(optimizer, None), callbacks=[EndsAtOnce()]).train()
+        build(
+            cls, tmp_path, model=policy, optimizers=(optimizer, None), callbacks=[EndsAtOnce()]
+        ).train()
 
-    with pytest.raises(ValueError, match="The optimizer holds 0 of the policy's 26 trainable tensors .such as model"):
+    with pytest.raises(
+        ValueError,
+        match="The optimizer holds 0 of the policy's 26 trainable tensors .such as model",
+    ):
         train(tiny_model().parameters())
     caplog.clear()
     with pytest.raises(Begun):
@@ -426,4 +520,7 @@ def test_an_optimizer_without_the_policys_parameters_is_refused(cls, small_conte
     assert "The optimizer holds" not in caplog.text
     with pytest.raises(Begun):
         train(list(policy.parameters())[1:])
-    assert "holds 25 of the policy's 26 trainable tensors. The others keep their values (such as model." in caplog.text
+    assert (
+        "holds 25 of the policy's 26 trainable tensors. The others keep their values (such as "
+        "model." in caplog.text
+    )

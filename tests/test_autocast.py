@@ -1,4 +1,6 @@
-"""What autocast makes of the weights is what is quantized: engine and trainer have the same policy."""
+"""What autocast makes of the weights is what is quantized: engine
+and trainer have the same policy.
+"""
 
 import json
 from types import SimpleNamespace
@@ -22,14 +24,23 @@ pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("colocated")]
 
 @pytest.fixture(scope="module")
 def runs(train, tmp_path_factory):
-    """From weights that bfloat16 holds exactly, as most checkpoints are; each update is far below its spacing."""
+    """From weights that bfloat16 holds exactly, as most checkpoints are; each update is far below
+    its spacing.
+    """
     directory = tmp_path_factory.mktemp("autocast")
     save_tiny(directory / "model", family="llama", dtype=torch.bfloat16)
-    config = {"learning_rate": 1e-6, "bf16": True, "uaq_scale": 1.0, "model_init_kwargs": {"dtype": "float32"}}
+    config = {
+        "learning_rate": 1e-6,
+        "bf16": True,
+        "uaq_scale": 1.0,
+        "model_init_kwargs": {"dtype": "float32"},
+    }
     config |= {"sync_check_interval": 1, "save_steps": 2, "save_strategy": "steps"}
     changes = {"autocast": {}, "none": {"bf16": False}, "adapter": {}}
     policy = ["--model", directory / "model", "--save", "--config"]
-    given = [[directory / name, *policy, json.dumps(config | change)] for name, change in changes.items()]
+    given = [
+        [directory / name, *policy, json.dumps(config | change)] for name, change in changes.items()
+    ]
     given[-1] += ["--lora", "--lora-targets", "all-linear"]
     return dict(zip(changes, train(*given), strict=True)) | {"directory": directory}
 
@@ -40,7 +51,9 @@ def test_updates_that_autocast_rounds_away_do_not_reach_the_engine(runs):
 
 @needs_vnni
 def test_the_probe_rounds_as_the_sync_did(runs):
-    probed = [row["sync/probe_ratio"] for row in runs["autocast"]["history"] if "sync/probe_ratio" in row]
+    probed = [
+        row["sync/probe_ratio"] for row in runs["autocast"]["history"] if "sync/probe_ratio" in row
+    ]
     assert probed and max(probed) < 1
 
 
@@ -61,7 +74,10 @@ def test_a_saved_policy_is_loaded_as_it_was_trained(name, dtype, runs):
 
 def test_only_float32_matrices_are_rounded():
     matrix, bias = torch.tensor([[1.0 + 2.0**-12]]), torch.tensor([1.0 + 2.0**-12])
-    assert on_grid(matrix, torch.bfloat16).item() == 1.0 and on_grid(matrix, torch.bfloat16).dtype == torch.float32
+    assert (
+        on_grid(matrix, torch.bfloat16).item() == 1.0
+        and on_grid(matrix, torch.bfloat16).dtype == torch.float32
+    )
     assert on_grid(bias, torch.bfloat16) is bias and on_grid(matrix, None) is matrix
     assert on_grid(matrix.half(), torch.bfloat16).dtype == torch.float16
 
@@ -70,14 +86,27 @@ def test_the_base_of_an_adapter_is_what_autocast_computes_with():
     adapted = get_peft_model(tiny_model("llama"), LoraConfig(r=2, modules_to_save=["down_proj"]))
     adapted.add_adapter("not used", LoraConfig(r=2))
     before = {name: p.clone() for name, p in adapted.named_parameters()}
-    rollout = RolloutSettings("int8", ("lm_head",), True, "auto", False, False, None, {}, 0, 16, 1.0)
+    rollout = RolloutSettings(
+        "int8", ("lm_head",), True, "auto", False, False, None, {}, 0, 16, 1.0
+    )
     weights = prepare_weights(adapted, rollout, SimpleNamespace(mixed_precision="bf16"), list)
     for name, p in adapted.named_parameters():
-        rounds = not p.requires_grad and p.dim() > 1 and "original_module" not in name and "not used" not in name
-        assert p.dtype == torch.float32 and torch.equal(p, on_grid(before[name], torch.bfloat16 if rounds else None))
+        rounds = (
+            not p.requires_grad
+            and p.dim() > 1
+            and "original_module" not in name
+            and "not used" not in name
+        )
+        assert p.dtype == torch.float32 and torch.equal(
+            p, on_grid(before[name], torch.bfloat16 if rounds else None)
+        )
     copy = adapted.base_model.model.model.layers[1].mlp.down_proj.modules_to_save["default"].weight
-    sent = dict(model_parameters(adapted, merges=True, grid=weights.grid))["model.layers.1.mlp.down_proj.weight"]
-    assert torch.equal(sent, on_grid(copy, torch.bfloat16)), "it is trained whole, as without an adapter"
+    sent = dict(model_parameters(adapted, merges=True, grid=weights.grid))[
+        "model.layers.1.mlp.down_proj.weight"
+    ]
+    assert torch.equal(sent, on_grid(copy, torch.bfloat16)), (
+        "it is trained whole, as without an adapter"
+    )
 
 
 @pytest.mark.parametrize("adapts", [False, True], ids=["whole", "adapter"])
@@ -85,6 +114,9 @@ def test_a_policy_of_mixed_types_runs_as_in_training(adapts):
     model = tiny_model("llama", dtype=torch.bfloat16)
     model.model.layers[1].input_layernorm.float()  # as preparations for training leave norms
     weights = stream_of(model, SCHEMES["int8"], smooths=True)
-    weights.grid, policy = torch.bfloat16, get_peft_model(model, LoraConfig(r=2)) if adapts else model
+    weights.grid, policy = (
+        torch.bfloat16,
+        get_peft_model(model, LoraConfig(r=2)) if adapts else model,
+    )
     weights.fit_smoothing(policy, [[40, 50, 60]])
     run_probe(policy, [Continuation([40, 50], [60], [{60: -1.0}])], weights)

@@ -31,7 +31,8 @@ def compare(monkeypatch, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("now", "worse"),
     [
-        ({"startup": 0.099, "decode": 0.46}, []),  # at most twice as long, at least three quarters as fast
+        # at most twice as long, at least three quarters as fast
+        ({"startup": 0.099, "decode": 0.46}, []),
         ({"startup": 0.101, "decode": 6.0}, ["startup"]),
         ({"startup": 0.001, "decode": 0.44}, ["decode"]),
     ],

@@ -1,4 +1,6 @@
-"""The benchmarks run at tiny sizes, fill every cell, and report no figures of checkpoints that differ."""
+"""The benchmarks run at tiny sizes, fill every cell, and report no figures of checkpoints that
+differ.
+"""
 
 import importlib
 import importlib.metadata
@@ -35,12 +37,35 @@ def run_benchmark(name, *arguments, output, python=sys.executable):
     return json.loads(output.read_text())
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("llmcompressor"), reason="needs trl-qurl[llmcompressor]")
+@pytest.mark.skipif(
+    not importlib.util.find_spec("llmcompressor"), reason="needs trl-qurl[llmcompressor]"
+)
 def test_the_quantizer_benchmark_fills_every_cell(warm_python, tmp_path):
-    size = ["--layers", "2", "--hidden", "64", "--vocabulary", "512", "--repeats", "3", "--device", "cpu"]
+    size = [
+        "--layers",
+        "2",
+        "--hidden",
+        "64",
+        "--vocabulary",
+        "512",
+        "--repeats",
+        "3",
+        "--device",
+        "cpu",
+    ]
     further = ["--directory", tmp_path / "work", "--dtypes", "float32", "--scheme", "int8"]
-    record = run_benchmark("quantizer", *size, *further, output=tmp_path / "results" / "q.json", python=warm_python)
-    assert {"date", "commit", "hardware", "threads", "load_average", "versions", "shape"} <= record.keys()
+    record = run_benchmark(
+        "quantizer", *size, *further, output=tmp_path / "results" / "q.json", python=warm_python
+    )
+    assert {
+        "date",
+        "commit",
+        "hardware",
+        "threads",
+        "load_average",
+        "versions",
+        "shape",
+    } <= record.keys()
     assert record["versions"]["torch"] == importlib.metadata.version("torch")
     assert record["equal"] is True
     cells = {(cell["dtype"], cell["scheme"], cell["way"]): cell for cell in record["cells"]}
@@ -69,13 +94,18 @@ def test_checkpoints_that_differ_are_refused(load, tmp_path):
 
 
 def test_model_sizes_are_those_of_qwen(load):
-    # Qwen3-0.6B, per layer: q 2048 x 1024, k and v 1024 x 1024, o 1024 x 2048, MLP 3 x 3072 x 1024, norms 2 x 1024 and
-    # 2 x 128. 28 layers, a tied embedding of 151,936 x 1024, the last norm.
-    # Qwen2.5-0.5B: q, o 2 x 896 x 896, k, v 2 x 896 x 128, MLP 3 x 896 x 4864, norms 2 x 896 + 2 x 64. 24 layers,
-    # a tied embedding of 151,936 x 896, a norm. 7B: q, o 2 x 3584 x 3584, k, v 2 x 3584 x 512, MLP 3 x 3584 x 18,944,
-    # norms 2 x 3584 + 2 x 128. 28 layers, twice 152,064 x 3584, a norm.
+    # Qwen3-0.6B, per layer: q 2048 x 1024, k and v 1024 x 1024, o 1024 x 2048, MLP 3 x 3072 x 1024,
+    # norms 2 x 1024 and 2 x 128. 28 layers, a tied embedding of 151,936 x 1024, the last norm.
+    # Qwen2.5-0.5B: q, o 2 x 896 x 896, k, v 2 x 896 x 128, MLP 3 x 896 x 4864, norms 2 x 896 + 2 x
+    # 64. 24 layers, a tied embedding of 151,936 x 896, a norm. 7B: q, o 2 x 3584 x 3584, k, v 2 x
+    # 3584 x 512, MLP 3 x 3584 x 18,944, norms 2 x 3584 + 2 x 128. 28 layers, twice 152,064 x 3584,
+    # a norm.
     shapes = load("shapes")
-    expected = {shapes.Shape(): 596_049_920, shapes.SHAPES["0.5B"]: 494_008_192, shapes.SHAPES["7B"]: 7_615_494_656}
+    expected = {
+        shapes.Shape(): 596_049_920,
+        shapes.SHAPES["0.5B"]: 494_008_192,
+        shapes.SHAPES["7B"]: 7_615_494_656,
+    }
     for shape, parameters in expected.items():
         model = shape.build(torch.bfloat16, torch.device("meta"))
         assert sum(weight.numel() for weight in model.parameters()) == parameters
@@ -105,7 +135,9 @@ def build_exit(status):
 
 
 def test_a_contestant_that_fails_is_an_error_and_not_a_hang(warm_spawn, load):
-    broken, dying = (load("turns").Contestant(*given) for given in ((int, "no\nengine"), (build_exit, 3)))
+    broken, dying = (
+        load("turns").Contestant(*given) for given in ((int, "no\nengine"), (build_exit, 3))
+    )
     try:
         with pytest.raises(RuntimeError, match="^ValueError: invalid literal"):
             broken.ask(1)
@@ -121,11 +153,31 @@ def test_a_contestant_that_fails_is_an_error_and_not_a_hang(warm_spawn, load):
 @pytest.mark.parametrize(
     ("name", "further", "cells", "figure"),
     [
-        ("weight_sync", ["--repeats", "2", "--ways", "bf16-stream", "int8-stream", "int8-checkpoint"], 3, "sync_s"),
-        ("rollouts", ["--batches", "1", "4", "--tokens", "8", "--repeats", "2"], 2 * 2 * 2, "tokens_per_s"),
-        ("training_step", ["--tokens", "16", "--repeats", "2", "--completions", "16", "--updates", "2"], 3, "step_s"),
+        (
+            "weight_sync",
+            ["--repeats", "2", "--ways", "bf16-stream", "int8-stream", "int8-checkpoint"],
+            3,
+            "sync_s",
+        ),
+        (
+            "rollouts",
+            ["--batches", "1", "4", "--tokens", "8", "--repeats", "2"],
+            2 * 2 * 2,
+            "tokens_per_s",
+        ),
+        (
+            "training_step",
+            ["--tokens", "16", "--repeats", "2", "--completions", "16", "--updates", "2"],
+            3,
+            "step_s",
+        ),
         ("training_step", ["--tokens", "16", "--repeats", "1", "--apart"], 3, "step_s"),
-        ("rival", ["--completions", "8", "--tokens", "16", "--prompt", "60", "--repeats", "1"], 3, "later_start_s"),
+        (
+            "rival",
+            ["--completions", "8", "--tokens", "16", "--prompt", "60", "--repeats", "1"],
+            3,
+            "later_start_s",
+        ),
         ("adapter_sync", ["--batches", "2", "--tokens", "8", "--repeats", "2"], 2, "bytes"),
         ("memory", ["--growth", "1", "2", "--tokens", "16"], 2 * 5, "peak_bytes"),
     ],
@@ -136,20 +188,31 @@ def test_a_benchmark_with_engines_fills_every_cell(name, further, cells, figure,
     for cell in record["cells"]:
         assert cell[figure] > 0 and "failure" not in cell
         if name == "training_step":
-            parts = sum(cell.get(f"{part}_s", 0.0) for part in ("sync", "generate", "logps", "update"))
+            parts = sum(
+                cell.get(f"{part}_s", 0.0) for part in ("sync", "generate", "logps", "update")
+            )
             assert 0 < parts <= 1.05 * cell["step_s"], "the parts are no more than the step"
 
 
 def test_which_updates_a_16_bit_type_sees(load):
     updates, layer = load("half_precision").updates, torch.nn.Linear(4, 4)
-    torch.nn.init.ones_(layer.weight)  # neighbors: 1 - 2⁻⁸ and 1 + 2⁻⁷ in bfloat16, 1 - 2⁻¹¹ and 1 + 2⁻¹⁰ in float16
+    # neighbors: 1 - 2⁻⁸ and 1 + 2⁻⁷ in bfloat16, 1 - 2⁻¹¹ and 1 + 2⁻¹⁰ in float16
+    torch.nn.init.ones_(layer.weight)
     assert updates(layer, torch.bfloat16, 2**-10) == {"changed": 0, "seen": 0}
     assert updates(layer, torch.float16, 2**-10) == {"changed": 1, "seen": 1}
     assert updates(layer, torch.float16, 2**-13) == {"changed": 0, "seen": 0}
 
 
 def test_how_many_runs_a_difference_needs():
-    # (1.960 + 0.842)² x (.5 / .5)² + 1.960² / 2 = 7.85 + 1.92 = 9.77; a quarter of the difference: 125.6 + 1.92.
-    assert (runs_needed(0.5, 0.5), runs_needed(0.5, 0.5, samples=2), runs_needed(0.5, 0.125)) == (10, 9, 128)
-    assert spread_interval(1.0, 9) == pytest.approx([(9 / 19.02) ** 0.5, (9 / 2.70) ** 0.5], rel=0.005)  # by χ²
+    # (1.960 + 0.842)² x (.5 / .5)² + 1.960² / 2 = 7.85 + 1.92 = 9.77; a quarter of the difference:
+    # 125.6 + 1.92.
+    assert (runs_needed(0.5, 0.5), runs_needed(0.5, 0.5, samples=2), runs_needed(0.5, 0.125)) == (
+        10,
+        9,
+        128,
+    )
+    # by χ²
+    assert spread_interval(1.0, 9) == pytest.approx(
+        [(9 / 19.02) ** 0.5, (9 / 2.70) ** 0.5], rel=0.005
+    )
     assert pooled([[1, 3], [0, 0, 3], [9]]) == pytest.approx(math.sqrt((1 * 2 + 2 * 3) / 3))

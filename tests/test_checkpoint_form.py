@@ -1,4 +1,6 @@
-"""Sent tensors have the names and cuts of a checkpoint: the model's own, or llm-compressor's for experts."""
+"""Sent tensors have the names and cuts of a checkpoint: the model's own, or llm-compressor's for
+experts.
+"""
 
 import json
 from contextlib import nullcontext
@@ -60,34 +62,46 @@ def test_sent_tensors_are_those_of_the_models_checkpoint(family, tmp_path):
     form = CheckpointForm(model, splits_experts=False)
     sent = dict(form.convert(model_parameters(model)))
     assert_same(sent, saved(model, tmp_path))
-    assert {name: (t.shape, t.dtype) for held in form.layout.values() for name, t in held.items()} == {
-        name: (t.shape, t.dtype) for name, t in sent.items()
-    }
+    assert {
+        name: (t.shape, t.dtype) for held in form.layout.values() for name, t in held.items()
+    } == {name: (t.shape, t.dtype) for name, t in sent.items()}
 
 
-# Experts -------------------------------------------------------------------------------------------------------------
+# Experts
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("family", "ignore"), [*((family, ["lm_head"]) for family in MIXTURES), ("mixtral", SIXTEEN_BIT_EXPERTS)]
+    ("family", "ignore"),
+    [*((family, ["lm_head"]) for family in MIXTURES), ("mixtral", SIXTEEN_BIT_EXPERTS)],
 )
 def test_a_quantized_mixture_equals_llmcompressors(family, ignore, tmp_path):
     pytest.importorskip("llmcompressor", reason="compares with llm-compressor")
     for quantizer in ("streaming", "llmcompressor"):
         model = tiny_mixture(family, torch.bfloat16)
-        write_checkpoint(model, None, "int8", tmp_path / quantizer, ignore=ignore, quantizer=quantizer)
-    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("streaming", "llmcompressor"))
+        write_checkpoint(
+            model, None, "int8", tmp_path / quantizer, ignore=ignore, quantizer=quantizer
+        )
+    ours, theirs = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("streaming", "llmcompressor")
+    )
     assert_same(ours, theirs)
     assert any("experts.3.up_proj.weight" in name for name in ours)
-    assert any("experts.0.down_proj.weight_scale" in name for name in ours) == (ignore == ["lm_head"])
+    assert any("experts.0.down_proj.weight_scale" in name for name in ours) == (
+        ignore == ["lm_head"]
+    )
 
 
 @pytest.mark.parametrize("family", MIXTURES)
 def test_routers_are_not_quantized(family):
     model = tiny_mixture(family)
     layers = layers_of(model)
-    kept = {name.rpartition(".")[0] for name in stream_of(model, get_scheme("int8")).form.layout} - layers
-    routers = {name for name in kept if name.rpartition(".")[2] in ("gate", "router", "shared_expert_gate")}
+    kept = {
+        name.rpartition(".")[0] for name in stream_of(model, get_scheme("int8")).form.layout
+    } - layers
+    routers = {
+        name for name in kept if name.rpartition(".")[2] in ("gate", "router", "shared_expert_gate")
+    }
     assert len(routers) == {"qwen2_moe": 4, "glm4_moe": 1}.get(family, 2)
     for name in routers:  # vLLM gets patterns that match these names and its own
         assert ignored_modules(model, ["lm_head"])[1:] == ignored_modules(model, [])
@@ -95,7 +109,11 @@ def test_routers_are_not_quantized(family):
 
 
 def test_projections_are_not_mistaken_for_routers():
-    names = ["model.layers.0.mlp.gate_proj", "model.layers.0.mlp.experts.0.gate_proj", "a.shared_expert.up_proj"]
+    names = [
+        "model.layers.0.mlp.gate_proj",
+        "model.layers.0.mlp.experts.0.gate_proj",
+        "a.shared_expert.up_proj",
+    ]
     for family in MIXTURES:
         patterns = ignored_modules(tiny_mixture(family), [])
         assert not [name for name in names for pattern in patterns if _matches(pattern, name)]
@@ -111,16 +129,28 @@ def test_patterns_reach_experts():
 def test_a_buffer_that_chooses_experts_is_in_the_checkpoint(tmp_path):
     model = tiny_mixture("glm4_moe")
     write_checkpoint(model, None, "int8", tmp_path / "out")
-    bias = load_file(tmp_path / "out" / "model.safetensors")["model.layers.1.mlp.gate.e_score_correction_bias"]
-    assert torch.equal(bias, model.model.layers[1].mlp.gate.e_score_correction_bias) and bias.abs().sum() > 0
+    bias = load_file(tmp_path / "out" / "model.safetensors")[
+        "model.layers.1.mlp.gate.e_score_correction_bias"
+    ]
+    assert (
+        torch.equal(bias, model.model.layers[1].mlp.gate.e_score_correction_bias)
+        and bias.abs().sum() > 0
+    )
 
 
-def test_a_format_without_a_kernel_for_this_cpu_is_refused_and_an_inexact_one_named(monkeypatch, caplog):
+def test_a_format_without_a_kernel_for_this_cpu_is_refused_and_an_inexact_one_named(
+    monkeypatch, caplog
+):
     for name, has in (("int8", True), ("w8a16", False), ("int8", False)):
-        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda has=has: {"avx2": True, "avx512_vnni": has})
+        monkeypatch.setattr(
+            torch.cpu, "get_capabilities", lambda has=has: {"avx2": True, "avx512_vnni": has}
+        )
         fitting_formats(tiny_model(), [name], ["lm_head"], print)
     assert caplog.text.count("no VNNI") == (not torch.cuda.is_available())
-    message = "For W4A16, vLLM.s CPU build has kernels only for CPUs with avx512_f, which this one lacks: choose"
+    message = (
+        "For W4A16, vLLM.s CPU build has kernels only for CPUs with avx512_f, which this one "
+        "lacks: choose"
+    )
     with nullcontext() if torch.cuda.is_available() else pytest.raises(ValueError, match=message):
         check_cpu_build(tiny_model().config, {"layer": get_scheme("w4a16")})
 
@@ -132,7 +162,11 @@ def test_experts_without_a_kernel_are_refused_with_the_pattern(has_amx, monkeypa
     check_cpu_build(model.config, make_plan(model, "int8", SIXTEEN_BIT_EXPERTS).schemes)
     check_cpu_build(model.config)
     is_refused = not has_amx and not torch.cuda.is_available()
-    with pytest.raises(ValueError, match=r"INT8 experts only on .* AMX, .* add 're:") if is_refused else nullcontext():
+    with (
+        pytest.raises(ValueError, match=r"INT8 experts only on .* AMX, .* add 're:")
+        if is_refused
+        else nullcontext()
+    ):
         check_cpu_build(model.config, make_plan(model, "int8").schemes)
 
 
@@ -149,7 +183,9 @@ def test_experts_without_a_kernel_stay_in_16_bits(has_amx, monkeypatch, caplog):
 
     layers = planned()
     assert layers and any("experts" in layer for layer in layers) == has_amx
-    assert ("only on CPUs with AMX" in caplog.text and repr(SIXTEEN_BIT_EXPERTS) in caplog.text) == (not has_amx)
+    assert (
+        "only on CPUs with AMX" in caplog.text and repr(SIXTEEN_BIT_EXPERTS) in caplog.text
+    ) == (not has_amx)
     for asked in ({"is_served": True}, {"formats": {"*": "int8"}}):
         assert any("experts" in layer for layer in planned(**asked))
 
@@ -158,7 +194,9 @@ def test_layers_that_no_pattern_matches_are_named(caplog):
     PartialState()  # for the log
     caplog.set_level("INFO")
     plan = plan_rollouts(tiny_model(), rollout_settings({"re:.*down_proj": "int8"}))
-    [message] = [record.getMessage() for record in caplog.records if "16 bits" in record.getMessage()]
+    [message] = [
+        record.getMessage() for record in caplog.records if "16 bits" in record.getMessage()
+    ]
     left = len(model_layers(tiny_model())) - len(plan.schemes)
     assert f"{left} layers stay in 16 bits: model.layers.0.self_attn.q_proj, " in message
 
@@ -170,8 +208,16 @@ def test_the_probe_is_skipped_for_quantized_experts():
 
     def check(ignore):
         model, scheme = tiny_mixture("mixtral"), get_scheme("int8")
-        weights, processes = stream_of(model, scheme, ignore), DistributedBackend(Accelerator(cpu=True))
-        sync = WeightSync(StreamRoute(model, weights, is_served=False), rollout_settings(scheme), processes, lambda: 0)
+        weights, processes = (
+            stream_of(model, scheme, ignore),
+            DistributedBackend(Accelerator(cpu=True)),
+        )
+        sync = WeightSync(
+            StreamRoute(model, weights, is_served=False),
+            rollout_settings(scheme),
+            processes,
+            lambda: 0,
+        )
         sync.route.attach(Engine(), None)
         return sync._check_probe()
 
@@ -180,24 +226,38 @@ def test_the_probe_is_skipped_for_quantized_experts():
         check(SIXTEEN_BIT_EXPERTS)
 
 
-# Vision-language models ----------------------------------------------------------------------------------------------
+# Vision-language models
+# ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", VISION_FAMILIES)
 def test_only_the_language_model_is_quantized(family, tmp_path):
     model = tiny_vision_model(family)
     layers = layers_of(model)
-    language = [name for name, module in model.get_decoder().named_modules() if isinstance(module, nn.Linear)]
-    assert {name.partition("layers.")[2] for name in layers} == {name.partition("layers.")[2] for name in language}
+    language = [
+        name
+        for name, module in model.get_decoder().named_modules()
+        if isinstance(module, nn.Linear)
+    ]
+    assert {name.partition("layers.")[2] for name in layers} == {
+        name.partition("layers.")[2] for name in language
+    }
     assert len(layers) == len(language) == 14
     write_checkpoint(model, None, "int8", tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     tensors = load_file(tmp_path / "out" / "model.safetensors")
-    assert {name.removesuffix(".weight") for name, tensor in tensors.items() if tensor.dtype == torch.int8} == layers
+    assert {
+        name.removesuffix(".weight")
+        for name, tensor in tensors.items()
+        if tensor.dtype == torch.int8
+    } == layers
     beside = [
         name.removesuffix(".weight")
         for name, tensor in tensors.items()
-        if tensor.ndim == 2 and tensor.dtype == torch.float32 and "layers.0.self_attn" in name and "scale" not in name
+        if tensor.ndim == 2
+        and tensor.dtype == torch.float32
+        and "layers.0.self_attn" in name
+        and "scale" not in name
     ]
     assert all(any(_matches(pattern, name) for pattern in config["ignore"]) for name in beside)
 
@@ -205,7 +265,9 @@ def test_only_the_language_model_is_quantized(family, tmp_path):
 @pytest.mark.parametrize("family", ["gemma3", "llava_next"])
 def test_an_adapter_of_a_vision_language_model_is_merged(family):
     lora = LoraConfig(r=2, target_modules="all-linear", exclude_modules=".*vision_tower.*")
-    assert "vision-language models are untested" in adapter_obstacle(get_peft_model(tiny_vision_model(family), lora))
+    assert "vision-language models are untested" in adapter_obstacle(
+        get_peft_model(tiny_vision_model(family), lora)
+    )
 
 
 def test_an_adapter_under_another_name_is_merged():
@@ -219,7 +281,9 @@ def test_an_adapter_under_another_name_is_merged():
 def test_round_base_with_quantized_experts_is_refused():
     adapted = get_peft_model(tiny_mixture("mixtral"), LoraConfig(r=2, target_modules=["q_proj"]))
     scheme = get_scheme("int8")
-    with pytest.raises(ValueError, match=r"round_base=True does not round experts .*: add 're:.\*\\.experts\\.' to"):
+    with pytest.raises(
+        ValueError, match=r"round_base=True does not round experts .*: add 're:.\*\\.experts\\.' to"
+    ):
         check_rounding(adapted, stream_of(adapted, scheme).plan)
     check_rounding(adapted, stream_of(adapted, scheme, SIXTEEN_BIT_EXPERTS).plan)
 
@@ -228,7 +292,10 @@ def test_a_vision_language_model_is_loaded_with_its_processor(tmp_path):
     tiny_vision_model("gemma3").save_pretrained(tmp_path)
     vision_processor("gemma3").save_pretrained(tmp_path)
     model, processor = load_model(str(tmp_path))
-    assert type(model).__name__ == "Gemma3ForConditionalGeneration" and type(processor).__name__ == "Gemma3Processor"
+    assert (
+        type(model).__name__ == "Gemma3ForConditionalGeneration"
+        and type(processor).__name__ == "Gemma3Processor"
+    )
 
 
 def test_remote_code_is_copied_if_it_is_used(tmp_path):
@@ -253,8 +320,12 @@ def test_checkpoints_that_fuse_parameters_are_refused():
     """As in some vision towers; here the model only declares it."""
     model = tiny_model("llama")
     fused = ["self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"]
-    model._weight_conversions = [WeightConverter("self_attn.qkv.weight", fused, operations=[Chunk(dim=0)])]
-    with pytest.raises(ValueError, match=r"checkpoint of LlamaForCausalLM holds .* together with other parameters"):
+    model._weight_conversions = [
+        WeightConverter("self_attn.qkv.weight", fused, operations=[Chunk(dim=0)])
+    ]
+    with pytest.raises(
+        ValueError, match=r"checkpoint of LlamaForCausalLM holds .* together with other parameters"
+    ):
         CheckpointForm(model)
 
 

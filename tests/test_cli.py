@@ -39,9 +39,13 @@ def test_help_names_the_commands_and_imports_nothing_heavy(capsys):
     assert cli.main([]) == 0, "without arguments the commands are listed"
     out = capsys.readouterr().out
     assert all(f"    {name} " in out for name in COMMANDS)
-    code = "import sys; from trl_qurl import cli\ntry: cli.main(['--help'])\nexcept SystemExit: pass\n"
+    code = (
+        "import sys; from trl_qurl import cli\ntry: cli.main(['--help'])\nexcept SystemExit: pass\n"
+    )
     code += f"assert not [name for name in {HEAVY} if name in sys.modules]"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 0, done.stderr
     for command in ("grpo", "quantize", "serve", "demo", "doctor"):
         assert command in done.stdout
@@ -49,7 +53,9 @@ def test_help_names_the_commands_and_imports_nothing_heavy(capsys):
 
 def test_a_command_imports_its_own_module_and_nothing_heavy():
     """Except torch, for the dtypes of the formats. Commands of the core do not import the lab."""
-    names = sorted(COMMANDS.keys() - {"grpo", "ppo", "rloo"}, key=lambda name: ".lab." in COMMANDS[name].module)
+    names = sorted(
+        COMMANDS.keys() - {"grpo", "ppo", "rloo"}, key=lambda name: ".lab." in COMMANDS[name].module
+    )
     code = "import sys; from trl_qurl import cli\n"
     for name in names:
         code += f"try: cli.main([{name!r}, '--help'])\nexcept SystemExit: pass\n"
@@ -66,10 +72,19 @@ def test_a_command_imports_its_own_module_and_nothing_heavy():
     [
         (["gpro"], "argument COMMAND: invalid choice: 'gpro' (choose from"),
         (["demo", "--sheme", "int8"], "Unexpected argument --sheme int8; did you mean --scheme?"),
-        (["bench", "model", "--schemes", "int8"], "Unexpected argument --schemes int8; did you mean --scheme?"),
-        (["quantize", "model", "out", "--scheme", "in8"], "Unknown quantization scheme 'in8'; did you mean 'int8'? "),
+        (
+            ["bench", "model", "--schemes", "int8"],
+            "Unexpected argument --schemes int8; did you mean --scheme?",
+        ),
+        (
+            ["quantize", "model", "out", "--scheme", "in8"],
+            "Unknown quantization scheme 'in8'; did you mean 'int8'? ",
+        ),
         (["quantize", "model", "out", "more", "--scheme", "int8"], "Unexpected argument more."),
-        (["quantize", "model", "out", "--scheme", "none"], "--scheme none quantizes nothing: choose a format."),
+        (
+            ["quantize", "model", "out", "--scheme", "none"],
+            "--scheme none quantizes nothing: choose a format.",
+        ),
     ],
 )
 def test_a_typing_error_is_named_in_the_last_line(capsys, arguments, message):
@@ -84,16 +99,24 @@ def test_a_typing_error_is_named_in_the_last_line(capsys, arguments, message):
 
 @pytest.mark.parametrize("script", ["gsm8k_grpo.py", "gsm8k_ppo.py"])
 def test_a_mistyped_option_of_a_script_is_one_line(script, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", [script, "--learning_rte", "1", "--use_cpu", "--bf16", "false"])
+    monkeypatch.setattr(
+        sys, "argv", [script, "--learning_rte", "1", "--use_cpu", "--bf16", "false"]
+    )
     with pytest.raises(SystemExit, match="2"):
         runpy.run_path(str(ROOT / "examples" / script), run_name="__main__")
     usage, error = capsys.readouterr().err.splitlines()
-    assert usage.startswith("usage: ") and error.startswith(f"{script}: error: ") and "--learning_rte" in error
+    assert (
+        usage.startswith("usage: ")
+        and error.startswith(f"{script}: error: ")
+        and "--learning_rte" in error
+    )
 
 
 def test_both_spellings_of_an_option(monkeypatch):
     seen = []
-    monkeypatch.setattr("trl_qurl.lab.evaluation.command.run", lambda args: seen.append(args.max_tokens) or 0)
+    monkeypatch.setattr(
+        "trl_qurl.lab.evaluation.command.run", lambda args: seen.append(args.max_tokens) or 0
+    )
     for option in ("--max-tokens", "--max_tokens"):
         assert cli.main(["eval", "MODEL", "--tasks", "gsm8k", option, "5000"]) == 0
     assert seen == [5000, 5000]
@@ -109,14 +132,28 @@ def test_model_and_dataset_are_proposed_for_what_was_typed(capsys):
 def test_serve_passes_options_to_vllm_but_not_misspelled_ones(monkeypatch, capsys):
     calls = []
     monkeypatch.setattr("trl_qurl.cli.serve.run", lambda args: calls.append(args.extra_args) or 0)
-    further = ["--max-model-len", "64", "--ignore-patterns", "*.bin", "--quantization=fp8", "--ssl-keyfile", "key"]
+    further = [
+        "--max-model-len",
+        "64",
+        "--ignore-patterns",
+        "*.bin",
+        "--quantization=fp8",
+        "--ssl-keyfile",
+        "key",
+    ]
     assert cli.main(["serve", "model", *further]) == 0
     assert calls == [further]
     monkeypatch.undo()
     assert cli.main(["serve", "model", "--sheme=int4"]) == 2
-    assert capsys.readouterr().err == "trl-qurl: error: Unknown option --sheme; did you mean --scheme?\n"
+    assert (
+        capsys.readouterr().err
+        == "trl-qurl: error: Unknown option --sheme; did you mean --scheme?\n"
+    )
     assert cli.main(["serve", "MODEL", "--ignore", "lm_head", "re:.*down_proj"]) == 2
-    assert "Unexpected argument re:.*down_proj: pass one MODEL, and one pattern" in capsys.readouterr().err
+    assert (
+        "Unexpected argument re:.*down_proj: pass one MODEL, and one pattern"
+        in capsys.readouterr().err
+    )
 
 
 def test_ignore_takes_one_pattern_each_time(monkeypatch):
@@ -126,18 +163,35 @@ def test_ignore_takes_one_pattern_each_time(monkeypatch):
     assert cli.main(["quantize", "--ignore", "lm_head", "--scheme", "int8", "MODEL", "OUT"]) == 0
     assert cli.main(["serve", "--ignore", "lm_head", "--ignore", "re:.*down_proj", "MODEL"]) == 0
     assert cli.main(["serve", "--ignore", "a", "MODEL"]) == cli.main(["serve", "MODEL"]) == 0
-    assert [found["ignore"] for found in seen] == [["lm_head"], ["lm_head", "re:.*down_proj"], ["a"], ["lm_head"]]
+    assert [found["ignore"] for found in seen] == [
+        ["lm_head"],
+        ["lm_head", "re:.*down_proj"],
+        ["a"],
+        ["lm_head"],
+    ]
     assert {found["model"] for found in seen} == {"MODEL"} and str(seen[0]["output_dir"]) == "OUT"
 
 
 def test_control_c_is_one_line(tmp_path):
     """Also while a library is imported, here one that presses the keys itself."""
-    (tmp_path / "transformers.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGINT)\n")
-    done = run("quantize", "some/model", str(tmp_path / "out"), "--scheme", "int8", PYTHONPATH=f"{tmp_path}:{ROOT}")
-    assert (done.returncode, done.stderr) == (130, "\ntrl-qurl: interrupted\n")  # after the terminal's ^C
+    (tmp_path / "transformers.py").write_text(
+        "import os, signal; os.kill(os.getpid(), signal.SIGINT)\n"
+    )
+    done = run(
+        "quantize",
+        "some/model",
+        str(tmp_path / "out"),
+        "--scheme",
+        "int8",
+        PYTHONPATH=f"{tmp_path}:{ROOT}",
+    )
+    # after the terminal's ^C
+    assert (done.returncode, done.stderr) == (130, "\ntrl-qurl: interrupted\n")
 
 
-@pytest.mark.parametrize("error", [ValueError, FileNotFoundError, ImportError, OSError, ConnectionError, TypeError])
+@pytest.mark.parametrize(
+    "error", [ValueError, FileNotFoundError, ImportError, OSError, ConnectionError, TypeError]
+)
 def test_user_errors_become_one_line_and_bugs_a_traceback(monkeypatch, capsys, error):
     def fail(args):
         raise error("first line\n  second line")
@@ -152,7 +206,8 @@ def test_user_errors_become_one_line_and_bugs_a_traceback(monkeypatch, capsys, e
 
 
 @pytest.mark.parametrize(
-    ("recipe", "config"), [("grpo", QuRLGRPOConfig), ("ppo", QuRLPPOConfig), ("rloo", QuRLRLOOConfig)]
+    ("recipe", "config"),
+    [("grpo", QuRLGRPOConfig), ("ppo", QuRLPPOConfig), ("rloo", QuRLRLOOConfig)],
 )
 def test_the_help_of_a_recipe_shows_essential_options_first(capsys, monkeypatch, recipe, config):
     monkeypatch.setenv("COLUMNS", "100")
@@ -176,15 +231,22 @@ def test_the_help_of_a_recipe_shows_essential_options_first(capsys, monkeypatch,
 
 
 @pytest.mark.parametrize(
-    ("capabilities", "bf16"), [({"avx2": True}, False), ({"avx512_bf16": True}, True), ({"amx_bf16": True}, True)]
+    ("capabilities", "bf16"),
+    [({"avx2": True}, False), ({"avx512_bf16": True}, True), ({"amx_bf16": True}, True)],
 )
-def test_without_an_accelerator_training_is_put_on_the_cpu(monkeypatch, tmp_path, capabilities, bf16):
+def test_without_an_accelerator_training_is_put_on_the_cpu(
+    monkeypatch, tmp_path, capabilities, bf16
+):
     monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
     monkeypatch.setattr("torch.cpu.get_capabilities", lambda: capabilities)
     _, training, _ = parse_arguments(["--output_dir", str(tmp_path)])
     assert (training.use_cpu, training.bf16) == (True, bf16)
-    _, training, _ = parse_arguments(["--output_dir", str(tmp_path), "--bf16", str(not bf16), "--max_steps", "2000"])
-    assert training.bf16 == (not bf16) and training.max_steps == 2000, "what the user says goes first"
+    _, training, _ = parse_arguments(
+        ["--output_dir", str(tmp_path), "--bf16", str(not bf16), "--max_steps", "2000"]
+    )
+    assert training.bf16 == (not bf16) and training.max_steps == 2000, (
+        "what the user says goes first"
+    )
     monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
     assert device.cpu_settings() == {}
 
@@ -192,10 +254,16 @@ def test_without_an_accelerator_training_is_put_on_the_cpu(monkeypatch, tmp_path
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("seed: 1\na: [1\n b: 2", "is not valid YAML in line 3: expected ',' or ']', but got ':'\\.$"),
+        (
+            "seed: 1\na: [1\n b: 2",
+            "is not valid YAML in line 3: expected ',' or ']', but got ':'\\.$",
+        ),
         ("seed: 1\0", "is not valid YAML: unacceptable character"),
         ("- learning_rate", "has no `name: value` lines"),
-        ("learning_rte: 1.0e-6", "has unknown settings: learning_rte; did you mean learning_rate\\? `trl-"),
+        (
+            "learning_rte: 1.0e-6",
+            "has unknown settings: learning_rte; did you mean learning_rate\\? `trl-",
+        ),
         (None, "does not exist"),
     ],
 )
@@ -214,7 +282,10 @@ def test_settings_files_that_cannot_be_used(tmp_path, text, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--learning_rte", "1e-6"], r"Unknown option --learning_rte; did you mean --learning_rate\?"),
+        (
+            ["--learning_rte", "1e-6"],
+            r"Unknown option --learning_rte; did you mean --learning_rate\?",
+        ),
         (["--learning-rte=1e-6"], r"Unknown option --learning-rte; did you mean --learning_rate\?"),
         (["--use_cpu", "--bf16", "false", "positional"], "positional"),
         (["--rollout_quantization", "in8"], "; did you mean 'int8'"),
@@ -240,25 +311,39 @@ def test_a_bad_value_does_not_print_the_whole_help(capsys):
 
 def test_a_wrong_settings_file_is_reported_before_slow_imports():
     program = (
-        "import sys; from trl_qurl.cli import main; assert main(['grpo', '--config', 'gsm9k']) == 2; "
-        "assert not {'torch', 'transformers', 'trl'} & sys.modules.keys()"
+        "import sys; from trl_qurl.cli import main; assert main(['grpo', '--config', 'gsm9k']) == "
+        "2; assert not {'torch', 'transformers', 'trl'} & sys.modules.keys()"
     )
-    done = subprocess.run([sys.executable, "-c", program], env=child_environment(), capture_output=True, text=True)
-    assert done.returncode == 0 and "The settings file gsm9k does not exist" in done.stderr, done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=child_environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 0 and "The settings file gsm9k does not exist" in done.stderr, (
+        done.stderr
+    )
 
 
 def test_a_name_on_the_hub_costs_one_request(monkeypatch):
     asked = []
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("huggingface_hub.HfApi.repo_info", lambda api, name, **given: asked.append((name, given)))
+    monkeypatch.setattr(
+        "huggingface_hub.HfApi.repo_info", lambda api, name, **given: asked.append((name, given))
+    )
     check_model("Qwen/Qwen2.5-0.5B-Instruct")
     assert asked == [("Qwen/Qwen2.5-0.5B-Instruct", {"repo_type": "model", "timeout": 10})]
-    monkeypatch.setattr("huggingface_hub.HfApi.repo_info", lambda *args, **given: 1 / 0)  # any error of a connection
-    with pytest.raises(ConnectionError, match=r"^some/set is not a local dataset, .* \(division by zero\): give a lo"):
+    # any error of a connection
+    monkeypatch.setattr("huggingface_hub.HfApi.repo_info", lambda *args, **given: 1 / 0)
+    with pytest.raises(
+        ConnectionError,
+        match=r"^some/set is not a local dataset, .* \(division by zero\): give a lo",
+    ):
         load_questions("some/set", "train")
-    for setting in ("constants.HF_HUB_OFFLINE", "try_to_load_from_cache"):  # offline by choice; downloaded before
+    # offline by choice; downloaded before
+    for setting in ("constants.HF_HUB_OFFLINE", "try_to_load_from_cache"):
         with monkeypatch.context() as patch:
-            patch.setattr(f"huggingface_hub.{setting}", "OFFLINE" in setting or (lambda *a, **k: "config.json"))
+            patch.setattr(
+                f"huggingface_hub.{setting}",
+                "OFFLINE" in setting or (lambda *a, **k: "config.json"),
+            )
             check_model("Qwen/Qwen2.5-0.5B-Instruct")
 
 
@@ -271,9 +356,14 @@ def test_a_directory_without_a_model_is_not_taken_for_a_hub_name(tmp_path, monke
     check_model(str(tmp_path))
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cli.main(["quantize", "~/", str(tmp_path / "out"), "--scheme", "int8"]) == 2
-    assert "~/ does not contain a model: " in (error := capsys.readouterr().err) and "home directory" in error
+    assert (
+        "~/ does not contain a model: " in (error := capsys.readouterr().err)
+        and "home directory" in error
+    )
     (tmp_path / "config.json").rename(tmp_path / "adapter_config.json")
-    with pytest.raises(FileNotFoundError, match=r"holds an adapter.*merge_and_unload.*--save_quantized"):
+    with pytest.raises(
+        FileNotFoundError, match=r"holds an adapter.*merge_and_unload.*--save_quantized"
+    ):
         check_model(str(tmp_path))
 
 
@@ -293,7 +383,11 @@ def test_command_line_overrides_file_overrides_recipe(tmp_path):
 def test_the_rloo_recipe_makes_one_update_per_rollout(tmp_path):
     arguments = ["--use_cpu", "true", "--bf16", "false", "--output_dir", str(tmp_path)]
     _, training, _ = rloo.parse_arguments(arguments)
-    assert (training.generation_batch_size, training.num_generations, training.updates_per_rollout) == (256, 8, 1)
+    assert (
+        training.generation_batch_size,
+        training.num_generations,
+        training.updates_per_rollout,
+    ) == (256, 8, 1)
     assert (training.objective, training.learning_rate, training.beta) == ("tis", 1e-5, 0.05)
     _, training, _ = rloo.parse_arguments([*arguments, "--config", "naive"])
     assert training.objective == "naive"

@@ -1,4 +1,5 @@
-"""Processes that share a server stay in order, whatever fails: they recover together, or raise the same error.
+"""Processes that share a server stay in order, whatever fails: they recover together, or raise the
+same error.
 
 Every collective of one process is compared with the others' before it runs (`recorder.py`).
 """
@@ -11,7 +12,8 @@ ENDS = {
     "rollout, restarts": {"done"},
     "rollout, is lost": {"ServerLostError"},
     "rollout, talks nonsense": {"done", "KeyError"},  # some answers do not matter
-    "start, fails": {"ServerError", "ServerLostError", "done"},  # vLLM describes itself at a second address
+    # vLLM describes itself at a second address
+    "start, fails": {"ServerError", "ServerLostError", "done"},
     "long prompt of the main process": {"ValueError"},
     "long prompt of another process": {"ValueError"},
     "wrong weights": {"SyncError"},
@@ -22,14 +24,24 @@ ENDS = {
 
 WAYS = [("ddp", "checkpoint"), ("fsdp2", "stream"), ("lora", "checkpoint"), ("lora", "adapter")]
 FAULTS = ["talks nonsense", "is lost", "restarts", "fails twice"]
-FAULTY = [pytest.param(2, *way, ["fails", fault], id=" ".join(way)) for way, fault in zip(WAYS, FAULTS, strict=True)]
+FAULTY = [
+    pytest.param(2, *way, ["fails", fault], id=" ".join(way))
+    for way, fault in zip(WAYS, FAULTS, strict=True)
+]
 ALL = [*((2, *way, ["fails", *FAULTS]) for way in WAYS), (4, "fsdp2", "checkpoint", ["fails"])]
-FAULTY += [pytest.param(*case, marks=pytest.mark.slow, id=f"{case[1]} {case[2]}, {case[0]}, all") for case in ALL]
+FAULTY += [
+    pytest.param(*case, marks=pytest.mark.slow, id=f"{case[1]} {case[2]}, {case[0]}, all")
+    for case in ALL
+]
 
 
 def check(record: dict) -> dict[str, str]:
     outcomes = record["outcomes"]
-    wrong = [f"{name}: {end}" for name, end in outcomes.items() if end not in ENDS.get(name.split(":")[0], {"done"})]
+    wrong = [
+        f"{name}: {end}"
+        for name, end in outcomes.items()
+        if end not in ENDS.get(name.split(":")[0], {"done"})
+    ]
     assert not wrong, "\n\n".join(wrong)
     return outcomes
 
@@ -38,12 +50,31 @@ def check(record: dict) -> dict[str, str]:
 def test_a_fault_at_each_request(processes, kind, route, faults, run_scenario, tmp_path):
     record = run_scenario("collectives.py", tmp_path, kind, route, *faults, processes=processes)
     outcomes = check(record)
-    load = {"stream": "load_rollout_weights", "adapter": "/v1/load_lora_adapter"}.get(route, "load_rollout_weights")
-    asked = {name.rpartition(", ")[2] for name in outcomes if name.startswith(("rollout, fails:", "start, fails:"))}
-    assert {load, "compare_rollout_digests", "rollout_version", "describe_rollouts", "/v1/completions"} <= asked
+    load = {"stream": "load_rollout_weights", "adapter": "/v1/load_lora_adapter"}.get(
+        route, "load_rollout_weights"
+    )
+    asked = {
+        name.rpartition(", ")[2]
+        for name in outcomes
+        if name.startswith(("rollout, fails:", "start, fails:"))
+    }
+    assert {
+        load,
+        "compare_rollout_digests",
+        "rollout_version",
+        "describe_rollouts",
+        "/v1/completions",
+    } <= asked
     assert ("digest_rollout_base" in asked) == (route == "adapter")
     assert ("port in use" in outcomes) == (route == "stream")
-    assert sum(end == "ServerError" for name, end in outcomes.items() if name.startswith("start, fails:")) >= 4
+    assert (
+        sum(
+            end == "ServerError"
+            for name, end in outcomes.items()
+            if name.startswith("start, fails:")
+        )
+        >= 4
+    )
     assert record["collectives"] > 300, "what was compared?"
 
 
@@ -56,5 +87,7 @@ def test_what_is_out_of_order_is_named(run_scenario, tmp_path):
     assert record["outcomes"].pop("starts") == "done"
     for name, end in record["outcomes"].items():
         assert end.startswith("OutOfOrder: collective") and " differs" in end, f"{name}: {end}"
-        assert all(f"process {rank}: " in end for rank in (0, 1)) and "sync_weights" in end, f"{name}: {end}"
+        assert all(f"process {rank}: " in end for rank in (0, 1)) and "sync_weights" in end, (
+            f"{name}: {end}"
+        )
     assert len(record["outcomes"]) == 4

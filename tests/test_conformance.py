@@ -1,4 +1,5 @@
-"""TRL's features through the doors that users take, and features.md, which says of each what it does here.
+"""TRL's features through the doors that users take, and features.md, which says of each what it
+does here.
 
 Many features share a run (tests/scenarios/conformance.py), and several runs a process.
 """
@@ -33,11 +34,16 @@ VERDICTS = ("works", "refused", "TRL's limit", "not tried")
 FEATURES = [row for row in rows(PAGE) if len(row) == 4]
 
 
-# The page ------------------------------------------------------------------------------------------------------------
+# The page
+# --------------------------------------------------------------------------------------------------
 
 
 def functions(file: Path) -> set[str]:
-    return {node.name for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)}
+    return {
+        node.name
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.FunctionDef)
+    }
 
 
 @pytest.mark.parametrize("row", FEATURES, ids=[row[0] for row in FEATURES])
@@ -52,9 +58,17 @@ def test_a_row_has_a_verdict_and_tests_that_exist(row):
 
 def test_every_test_of_a_feature_has_a_row():
     shown = set(re.findall(r"test_conformance\.py::(test_\w+)", PAGE.read_text()))
-    about_the_page = {"test_a_row_has_a_verdict_and_tests_that_exist", "test_every_test_of_a_feature_has_a_row"}
-    about_the_page |= {"test_every_setting_of_trl_is_on_the_page", "test_every_setting_that_works_is_set_in_a_test"}
-    assert {name for name in functions(Path(__file__)) if name.startswith("test_")} - about_the_page == shown
+    about_the_page = {
+        "test_a_row_has_a_verdict_and_tests_that_exist",
+        "test_every_test_of_a_feature_has_a_row",
+    }
+    about_the_page |= {
+        "test_every_setting_of_trl_is_on_the_page",
+        "test_every_setting_that_works_is_set_in_a_test",
+    }
+    assert {
+        name for name in functions(Path(__file__)) if name.startswith("test_")
+    } - about_the_page == shown
 
 
 @pytest.mark.parametrize("config", [GRPOConfig, RLOOConfig])
@@ -66,14 +80,23 @@ def test_every_setting_of_trl_is_on_the_page(config):
 
 
 def test_every_setting_that_works_is_set_in_a_test():
-    settings = {field.name for config in (GRPOConfig, RLOOConfig) for field in dataclasses.fields(config)}
-    works = "\n".join(re.sub(r"formerly `\w+`", "", row[0]) for row in FEATURES if row[1] == "works")
+    settings = {
+        field.name for config in (GRPOConfig, RLOOConfig) for field in dataclasses.fields(config)
+    }
+    works = "\n".join(
+        re.sub(r"formerly `\w+`", "", row[0]) for row in FEATURES if row[1] == "works"
+    )
     tests = "\n".join(file.read_text() for file in TESTS.rglob("*.py"))
-    unused = {name for name in settings & set(re.findall(r"`(\w+)", works)) if not re.search(rf"\b{name}\b", tests)}
+    unused = {
+        name
+        for name in settings & set(re.findall(r"`(\w+)", works))
+        if not re.search(rf"\b{name}\b", tests)
+    }
     assert unused == set()
 
 
-# Runs ----------------------------------------------------------------------------------------------------------------
+# Runs
+# --------------------------------------------------------------------------------------------------
 
 SHARED = (
     *("rewards", "sampling", "tools", "environment", "rollout_func", "rloo", "ppo", "adapter"),
@@ -86,10 +109,13 @@ BACKEND = ("olmo2", "olmo3", "starcoder2", "vaultgemma")
 EXPERTS = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe")
 VISION = ("llava_next", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "smolvlm")
 WAYS = ("text", "lora", "RLOO")
-"""To train a vision-language model without pictures, with an adapter, and without groups' deviations."""
+"""To train a vision-language model without pictures, with an adapter, and without groups'
+deviations.
+"""
 
 FURTHER = (
-    *(f"experts/{family}" for family in EXPERTS),  # first: vLLM makes their groups with a process' first engine only
+    # first: vLLM makes their groups with a process' first engine only
+    *(f"experts/{family}" for family in EXPERTS),
     *("reference", "trained_adapter", "environments", "kernels"),
     *(f"dense/{family}" for family in (*DENSE, *BACKEND)),
     *(f"vision/{family}" for family in VISION),
@@ -113,13 +139,17 @@ def further(run_scenario, tmp_path_factory):
 
 
 def trained(record, steps=2, mismatch=0.1):
-    """The rows of a run's updates and rollouts, which learned from tokens of an engine that was in sync."""
+    """The rows of a run's updates and rollouts, which learned from tokens of an engine that was in
+    sync.
+    """
     assert "error" not in record, record["error"]
     updates = [row for row in record["history"] if "grad_norm" in row]
     assert len(updates) == steps
     assert all(math.isfinite(row["grad_norm"]) and row["grad_norm"] > 0 for row in updates)
     rollouts = [row for row in record["history"] if "reward" in row]
-    assert rollouts and all(row["time/sync_check_s"] > 0 and row["sync/sent_mb"] > 0 for row in rollouts)
+    assert rollouts and all(
+        row["time/sync_check_s"] > 0 and row["sync/sent_mb"] > 0 for row in rollouts
+    )
     assert all(0 < row["mismatch/kl_k3"] < mismatch for row in rollouts)
     return updates, rollouts
 
@@ -127,7 +157,8 @@ def trained(record, steps=2, mismatch=0.1):
 @in_an_engine
 def test_rewards(shared):
     record = shared["rewards"]
-    # Four updates of one rollout. A rollout draws from 9 of 97 tokens, so that ln 11 is between the policies.
+    # Four updates of one rollout. A rollout draws from 9 of 97 tokens, so that ln 11 is between the
+    # policies.
     _, [rollout] = trained(record, steps=4, mismatch=2)
     assert rollout["answers"] == 16, "log_metric"
     assert all(rollout[f"rewards/{name}/std"] > 0 for name in ("right", "sometimes", "judge"))
@@ -140,7 +171,8 @@ def test_chats(shared):
     record = shared["rewards"]
     assert [message["role"] for message in record["asked"]["prompt"]] == ["system", "user"]
     said = [message["content"] for [message] in record["table"]["completion"]]
-    allowed = {chr(30 + token) for token in range(10, 40)}  # of generation_kwargs; token 2 is the space, 32
+    # of generation_kwargs; token 2 is the space, 32
+    allowed = {chr(30 + token) for token in range(10, 40)}
     assert any(said) and all(set(text) <= allowed for text in said)
 
 
@@ -157,7 +189,9 @@ def test_an_evaluation_asks_in_the_words_of_training_and_greedily(shared, name):
 @in_an_engine
 def test_regularization(shared):
     updates, [rollout] = trained(shared["rewards"], steps=4, mismatch=2)
-    assert [row["kl"] > 0 for row in updates] == [False, True, True, True], "the first update starts at the reference"
+    assert [row["kl"] > 0 for row in updates] == [False, True, True, True], (
+        "the first update starts at the reference"
+    )
     assert all(row["entropy"] > 0 for row in updates)
     assert 0 < rollout["completions/clipped_ratio"] < 1, "nothing was truncated, or everything"
 
@@ -167,7 +201,9 @@ def test_logs(shared):
     record = shared["rewards"]
     assert record["steps"] == 4, "a callback counts steps"
     evaluated = [row for row in record["history"] if "eval_reward" in row]
-    assert [row["step"] for row in evaluated] == [2, 4] and all("eval_mismatch/kl_k3" in row for row in evaluated)
+    assert [row["step"] for row in evaluated] == [2, 4] and all(
+        "eval_mismatch/kl_k3" in row for row in evaluated
+    )
     table = record["table"]
     assert {"prompt", "completion", "advantage", "right", "sometimes", "expected"} <= table.keys()
     assert len(table["prompt"]) == 16, "a rollout"
@@ -176,10 +212,13 @@ def test_logs(shared):
 @in_an_engine
 def test_sampling(shared):
     record = shared["sampling"]
-    # Ten of 99 tokens are digits, so a random policy gives one a tenth of what the engine does within the grammar.
+    # Ten of 99 tokens are digits, so a random policy gives one a tenth of what the engine does
+    # within the grammar.
     _, [rollout] = trained(record, mismatch=3)
     assert 0.01 < rollout["mismatch/ratio_mean"] < 0.3
-    assert len(record["said"]) == 16 and all(re.fullmatch("[0-9]{3,8}", text) for text in record["said"])
+    assert len(record["said"]) == 16 and all(
+        re.fullmatch("[0-9]{3,8}", text) for text in record["said"]
+    )
 
 
 @in_an_engine
@@ -191,7 +230,11 @@ def test_tools(shared):
     [function] = [call["function"] for call in call["tool_calls"]]
     first, second = function["arguments"]["first"], function["arguments"]["second"]
     expected = {"add": str(first + second), "look_up": f"nothing of {first}"}
-    assert answer == {"role": "tool", "name": function["name"], "content": expected[function["name"]]}
+    assert answer == {
+        "role": "tool",
+        "name": function["name"],
+        "content": expected[function["name"]],
+    }
     assert again["role"] == "assistant"
 
 
@@ -235,8 +278,11 @@ def test_an_adapter_with_a_penalty(shared):
     updates, _ = trained(record, mismatch=1e-3)
     assert updates[0]["kl"] > 0, "a random adapter differs from the model below it"
     assert record["drifted"] == [], "a sync or a probe wrote to the base"
-    trained({"history": record["again"]}, mismatch=1e-3)  # TRL's count of steps says that the engine has these weights
-    assert record["changed"]["eval_mismatch/kl_k3"] < 1e-3, "the engine answered from other weights than the policy's"
+    # TRL's count of steps says that the engine has these weights
+    trained({"history": record["again"]}, mismatch=1e-3)
+    assert record["changed"]["eval_mismatch/kl_k3"] < 1e-3, (
+        "the engine answered from other weights than the policy's"
+    )
     assert not record["synced_for_nothing"]
 
 
@@ -249,7 +295,9 @@ def test_several_environments(further):
 
 @pytest.mark.slow
 @in_an_engine
-@pytest.mark.parametrize("name", ["trained_adapter", "kernels", *(f"dense/{family}" for family in DENSE)])
+@pytest.mark.parametrize(
+    "name", ["trained_adapter", "kernels", *(f"dense/{family}" for family in DENSE)]
+)
 def test_models_and_modes(name, further):
     trained(further[name], mismatch=1e-3)
 
@@ -265,10 +313,13 @@ def test_experts(family, further):
 @in_an_engine
 @pytest.mark.parametrize("name", [*VISION, *(f"llava_next/{way}" for way in WAYS)])
 def test_vision(name, further):
-    pytest.importorskip("torchvision", reason="needs torchvision, in transformers' processors and vLLM's models")
+    pytest.importorskip(
+        "torchvision", reason="needs torchvision, in transformers' processors and vLLM's models"
+    )
     if name == "smolvlm":
         pytest.importorskip("num2words", reason="the processor needs num2words")
-    trained(further[f"vision/{name}"])  # 95 of 128 tokens are allowed, so that ln 1.35 is between the policies
+    # 95 of 128 tokens are allowed, so that ln 1.35 is between the policies
+    trained(further[f"vision/{name}"])
 
 
 @pytest.mark.slow
@@ -297,14 +348,18 @@ def test_code_of_a_checkpoint(shared):
     assert shared["remote_code"]["files"] == ["configuration_own.py", "modeling_own.py"]
 
 
-# Refusals ------------------------------------------------------------------------------------------------------------
+# Refusals
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"auto_find_batch_size": True}, "auto_find_batch_size is not supported by GRPO"),
-        ({"parallelism_config": ParallelismConfig(cp_size=2)}, "does not support sequence-dim parallelism"),
+        (
+            {"parallelism_config": ParallelismConfig(cp_size=2)},
+            "does not support sequence-dim parallelism",
+        ),
         ({"sync_ref_model": True, "beta": 0.0}, "`sync_ref_model=True` while `beta=0.0`"),
         ({}, "does not support `nn.DataParallel`"),
     ],
@@ -323,7 +378,9 @@ def test_trl_reads_these_only_without_vllm():
     )
     assert "ds3_gather_for_generation" in without and "ds3_gather_for_generation" not in with_vllm
     started = inspect.getsource(GRPOTrainer.__init__)
-    assert started.index("if self.use_vllm:") < started.index('"cache_implementation": args.cache_implementation')
+    assert started.index("if self.use_vllm:") < started.index(
+        '"cache_implementation": args.cache_implementation'
+    )
     assert not re.search("ds3_gather|cache_implementation", inspect.getsource(vllm_generation))
 
 
@@ -336,7 +393,9 @@ def test_trls_rloo_takes_no_agents():
 def test_an_adapter_on_the_head_is_refused_by_trl(tmp_path):
     model = tiny_model(tie_word_embeddings=False)
     with pytest.raises(ValueError, match="Applying a PEFT adapter to `lm_head` is not supported"):
-        build(GRPOTrainer, tmp_path, model=model, peft_config=LoraConfig(target_modules=["lm_head"]))
+        build(
+            GRPOTrainer, tmp_path, model=model, peft_config=LoraConfig(target_modules=["lm_head"])
+        )
 
 
 @pytest.mark.vllm
@@ -357,7 +416,8 @@ def test_colocated_runs_choose_their_own_ports(tmp_path, monkeypatch):
 def test_no_critic_sees(tmp_path):
     tiny_model().save_pretrained(tmp_path / "policy")
     with pytest.raises(
-        ValueError, match="LlavaNextProcessor, but the critic does not support images: use QuRLGRPOTrainer"
+        ValueError,
+        match="LlavaNextProcessor, but the critic does not support images: use QuRLGRPOTrainer",
     ):
         images = vision_processor("llava_next")
         build(QuRLPPOTrainer, tmp_path, model=str(tmp_path / "policy"), processing_class=images)
@@ -373,5 +433,13 @@ def test_a_model_that_is_loaded_quantized_is_refused(place, tmp_path):
     else:
         model = tiny_model()
         model.config.quantization_config = quantization
-    with pytest.raises(ValueError, match=r"quantized for training \(.*: load it in 16 bits, .* set round_base=True"):
-        build(QuRLGRPOTrainer, tmp_path, model=model, args=settings_of(QuRLGRPOTrainer, tmp_path, **settings), **given)
+    with pytest.raises(
+        ValueError, match=r"quantized for training \(.*: load it in 16 bits, .* set round_base=True"
+    ):
+        build(
+            QuRLGRPOTrainer,
+            tmp_path,
+            model=model,
+            args=settings_of(QuRLGRPOTrainer, tmp_path, **settings),
+            **given,
+        )

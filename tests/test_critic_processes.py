@@ -1,4 +1,6 @@
-"""A critic over two processes takes the steps that it takes in one with the whole batch, and resumes."""
+"""A critic over two processes takes the steps that it takes in one with the whole batch, and
+resumes.
+"""
 
 import pytest
 import torch
@@ -12,9 +14,15 @@ def runs(run_scenario, tmp_path_factory):
     """By way: record, and where the critic was saved."""
     directories = {way: tmp_path_factory.mktemp(way) for way in ("one process", *WAYS)}
     return {
-        "one process": (run_scenario("critics.py", directories["one process"]), directories["one process"]),
+        "one process": (
+            run_scenario("critics.py", directories["one process"]),
+            directories["one process"],
+        ),
         "DDP": (run_scenario("critics.py", directories["DDP"], processes=2), directories["DDP"]),
-        "FSDP2": (run_scenario("critics.py", directories["FSDP2"], "fsdp2", processes=2), directories["FSDP2"]),
+        "FSDP2": (
+            run_scenario("critics.py", directories["FSDP2"], "fsdp2", processes=2),
+            directories["FSDP2"],
+        ),
     }
 
 
@@ -38,7 +46,9 @@ def test_a_resumed_critic_takes_the_same_step(way, runs):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.xdist_group("critic processes")
 def test_what_is_saved_is_whole(way, runs):
-    one, two = (load_file(runs[which][1] / "critic" / "model.safetensors") for which in ("one process", way))
+    one, two = (
+        load_file(runs[which][1] / "critic" / "model.safetensors") for which in ("one process", way)
+    )
     torch.testing.assert_close(two, one, rtol=1e-3, atol=1e-5)
 
 

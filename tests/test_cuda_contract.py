@@ -1,4 +1,6 @@
-"""`tools/cuda_contract.py`: two made-up wheels, one that trl-qurl could use and one that it could not."""
+"""`tools/cuda_contract.py`: two made-up wheels, one that trl-qurl could use and one that it could
+not.
+"""
 
 import functools
 import re
@@ -22,7 +24,10 @@ def make_wheel(tmp_path):
 
     def make(**changes):
         path = tmp_path / "vllm-0.0.0-py3-none-any.whl"
-        sources = {str(file.relative_to(site)): file.read_bytes().decode() for file in (site / "vllm").rglob("*.py")}
+        sources = {
+            str(file.relative_to(site)): file.read_bytes().decode()
+            for file in (site / "vllm").rglob("*.py")
+        }
         sources |= {name: change(sources.get(name, "")) for name, change in changes.items()}
         with zipfile.ZipFile(path, "w") as wheel:
             for name, text in sources.items():
@@ -34,11 +39,15 @@ def make_wheel(tmp_path):
 
 def states(printed):
     """The names that are not the same in both builds, and what is wrong with them."""
-    return {name: state for state, name in re.findall(r"^  (DIFFERS|MISSING) *(\S+)$", printed, re.MULTILINE)}
+    return {
+        name: state
+        for state, name in re.findall(r"^  (DIFFERS|MISSING) *(\S+)$", printed, re.MULTILINE)
+    }
 
 
 def test_other_files_and_other_lines_may_differ(make_wheel, capfd, monkeypatch):
-    monkeypatch.setattr(cuda_contract, "run_contract", lambda site: True)  # slow, and the next test runs it
+    # slow, and the next test runs it
+    monkeypatch.setattr(cuda_contract, "run_contract", lambda site: True)
     wheel = make_wheel(
         **{
             "vllm/_version.py": lambda text: "version = '0.0.0'\n",
@@ -61,7 +70,11 @@ def test_a_name_that_is_gone_or_defined_otherwise_fails(make_wheel, capfd):
         "before_sleep = torch.accelerator.get_memory_info()[0]": "before_sleep = 0",
     }
     wheel = make_wheel(
-        **{WORKER: lambda text: functools.reduce(lambda t, item: t.replace(*item), replaced.items(), text)}
+        **{
+            WORKER: lambda text: functools.reduce(
+                lambda t, item: t.replace(*item), replaced.items(), text
+            )
+        }
     )
     assert cuda_contract.main([wheel]) == 1
     printed = capfd.readouterr().out
@@ -81,4 +94,7 @@ def test_a_package_is_compared_by_what_its_modules_define():
 def test_what_is_not_a_wheel_of_vllm(wheel, capsys):
     with pytest.raises(SystemExit, match="2"):
         cuda_contract.main([wheel])
-    assert "is not a wheel of vLLM: give the path of a wheel, or a release as vllm==0.31.0." in capsys.readouterr().err
+    assert (
+        "is not a wheel of vLLM: give the path of a wheel, or a release as vllm==0.31.0."
+        in capsys.readouterr().err
+    )

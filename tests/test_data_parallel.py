@@ -1,7 +1,8 @@
-"""A server with several engines (`--data-parallel-size`): weights must reach each of them, not only the first.
+"""A server with several engines (`--data-parallel-size`): weights must reach each of them, not only
+the first.
 
-vLLM sends a call to its workers to all engines, but returns the answer of the first one only. An error of any engine
-is returned.
+vLLM sends a call to its workers to all engines, but returns the answer of the first one only. An
+error of any engine is returned.
 """
 
 import json
@@ -34,8 +35,8 @@ def logps_of(server, engine: int) -> list[float]:
     return [row[str(token)]["logprob"] for token, row in zip(PROBE[1:], rows, strict=True)]
 
 
-# A plugin of vLLM, which loads it in every process. While the file `flag` exists, the second engine receives one scale
-# doubled.
+# A plugin of vLLM, which loads it in every process. While the file `flag` exists, the second engine
+# receives one scale doubled.
 PLUGIN = """
 from pathlib import Path
 
@@ -64,11 +65,15 @@ def tampering(tmp_path, monkeypatch):
     flag, site = tmp_path / "flag", tmp_path / "site"
     (site / "tampering-1.dist-info").mkdir(parents=True)
     (site / "tampering.py").write_text(PLUGIN.format(flag=str(flag)))
-    (site / "tampering-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: tampering\nVersion: 1\n")
+    (site / "tampering-1.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: tampering\nVersion: 1\n"
+    )
     (site / "tampering-1.dist-info" / "entry_points.txt").write_text(
         "[vllm.general_plugins]\ntampering = tampering:register\n"
     )
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")])))
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")]))
+    )
     return flag
 
 
@@ -77,7 +82,13 @@ def sampled(server) -> list[list[int]]:
     answer = requests.post(
         f"{server.url}/v1/completions",
         auth=add_key,
-        json={"prompt": PROBE, "n": 16, "max_tokens": 8, "ignore_eos": True, "return_token_ids": True},
+        json={
+            "prompt": PROBE,
+            "n": 16,
+            "max_tokens": 8,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        },
         timeout=60,
     ).json()
     return [choice["token_ids"] for choice in answer["choices"]]
@@ -88,24 +99,41 @@ def sampled(server) -> list[list[int]]:
 def test_engines_of_a_server_have_noise_of_their_own(tmp_path):
     save_tiny(tmp_path / "model")
     write_checkpoint(tiny_model(), tiny_tokenizer(), "int8", tmp_path / "sent")
-    with vllm_server(tmp_path / "model", tmp_path, "--scheme", "int8", "--data-parallel-size", str(ENGINES)) as server:
+    with vllm_server(
+        tmp_path / "model", tmp_path, "--scheme", "int8", "--data-parallel-size", str(ENGINES)
+    ) as server:
         engine = ServedEngine(base_url=server.url)
         engine.load_checkpoint(tmp_path / "sent", WeightUpdate("first", noise="seed1-step0"))
         group = sampled(server)
-        assert len({str(completion) for completion in group}) == 16, "the engines sampled the same completions"
+        assert len({str(completion) for completion in group}) == 16, (
+            "the engines sampled the same completions"
+        )
 
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_every_engine_of_a_server_gets_the_weights_and_is_checked(train, run_scenario, tampering, tmp_path):
+def test_every_engine_of_a_server_gets_the_weights_and_is_checked(
+    train, run_scenario, tampering, tmp_path
+):
     save_tiny(tmp_path / "model")
-    with vllm_server(tmp_path / "model", tmp_path, "--scheme", "int8", "--data-parallel-size", str(ENGINES)) as server:
+    with vllm_server(
+        tmp_path / "model", tmp_path, "--scheme", "int8", "--data-parallel-size", str(ENGINES)
+    ) as server:
         start = [logps_of(server, engine) for engine in range(ENGINES)]
-        config = {"vllm_mode": "server", "vllm_server_base_url": server.url, "sync_check_interval": 1}
-        [record] = train([tmp_path / "out", "--export", tmp_path / "trained", "--config", json.dumps(config)])
+        config = {
+            "vllm_mode": "server",
+            "vllm_server_base_url": server.url,
+            "sync_check_interval": 1,
+        }
+        [record] = train(
+            [tmp_path / "out", "--export", tmp_path / "trained", "--config", json.dumps(config)]
+        )
         end = [logps_of(server, engine) for engine in range(ENGINES)]
         tampering.touch()
-        different = "SyncError: .* of 40 tensors, 1 different .first model.layers.1.mlp.down_proj.weight_scale"
+        different = (
+            "SyncError: .* of 40 tensors, 1 different .first "
+            "model.layers.1.mlp.down_proj.weight_scale"
+        )
         with pytest.raises(AssertionError, match=different):
             train([tmp_path / "out", "--config", json.dumps(config)])
     [fresh] = run_scenario("fresh_engine.py", tmp_path / "trained")

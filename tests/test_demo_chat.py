@@ -25,7 +25,14 @@ def test_no_question_is_both_held_out_and_learned_from():
 
 @pytest.mark.parametrize(
     ("text", "right"),
-    [("12", True), (" 12.", True), ("3 x 4 = 12", True), ("12 is 3 x 4", False), ("112", False), ("", False)],
+    [
+        ("12", True),
+        (" 12.", True),
+        ("3 x 4 = 12", True),
+        ("12 is 3 x 4", False),
+        ("112", False),
+        ("", False),
+    ],
 )
 def test_the_last_number_counts(text, right):
     assert is_right(text, 12) is right
@@ -49,15 +56,33 @@ def test_bad_arguments_are_refused(arguments, message, capsys):
 @pytest.mark.xdist_group("colocated")
 def test_answers_before_and_after_are_shown(warm_python, tmp_path):
     save_tiny(tmp_path / "model", TEMPLATE, family="llama", max_position_embeddings=256)
-    command = [warm_python, "-m", "trl_qurl", "demo", "--model", "model", "--rollouts", "2", "--output-dir", "out"]
+    command = [
+        warm_python,
+        "-m",
+        "trl_qurl",
+        "demo",
+        "--model",
+        "model",
+        "--rollouts",
+        "2",
+        "--output-dir",
+        "out",
+    ]
     environment = child_environment(COLUMNS="80", PYTHONPATH=str(ROOT))
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1500)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1500
+    )
     assert done.returncode == 1, done.stderr[-3000:]
     assert "the demo failed: accuracy went from 0.00 to 0.00" in done.stderr
-    assert "checkpoint shards" not in done.stderr and "\nNext: trl-qurl grpo --model model " in done.stdout
+    assert (
+        "checkpoint shards" not in done.stderr
+        and "\nNext: trl-qurl grpo --model model " in done.stdout
+    )
     printed = " ".join(done.stdout.split())
     assert "What is 2 times 2?" in printed and "0.00 before, 0.00 after 2 rollouts" in printed
     rows = [row for row in read_run(tmp_path / "out").rows if "reward" in row]
     assert len(rows) == 2 and "entropy" in rows[-1]  # the fourth panel of the figure
     assert (tmp_path / "out" / "demo.png").read_bytes().startswith(b"\x89PNG")
-    assert conversation(questions(held_out=True)[0])[0]["content"].endswith("? Reply with the number only.")
+    assert conversation(questions(held_out=True)[0])[0]["content"].endswith(
+        "? Reply with the number only."
+    )

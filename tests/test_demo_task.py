@@ -24,10 +24,12 @@ def test_tokenizer_round_trip_through_disk(tokenizer, tmp_path):
     Qwen2Config(vocab_size=task.VOCABULARY_SIZE).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     assert AutoConfig.from_pretrained(tmp_path).model_type == "qwen2"
-    loaded = AutoTokenizer.from_pretrained(tmp_path)  # as TRL and vLLM load it, beside a model's config
+    # as TRL and vLLM load it, beside a model's config
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
     for one in (tokenizer, loaded):
         ids = one("123+456=9750<end>")["input_ids"]
-        assert ids == [3, 4, 5, 12, 6, 7, 8, 13, 11, 9, 7, 2, 1]  # digits from 2, plus 12, equals 13, end 1
+        # digits from 2, plus 12, equals 13, end 1
+        assert ids == [3, 4, 5, 12, 6, 7, 8, 13, 11, 9, 7, 2, 1]
         assert one.decode(ids) == "123+456=9750<end>"
         assert one.decode(ids, skip_special_tokens=True) == "123+456=9750"
         assert len(one) == task.VOCABULARY_SIZE
@@ -36,7 +38,11 @@ def test_tokenizer_round_trip_through_disk(tokenizer, tmp_path):
 
 def test_splits_share_no_problem_in_either_order():
     assert task.Problem(123, 456).answer == "9750"  # 579, padded 0579, units first
-    assert task.sample_problems(20, seed=3) == task.sample_problems(20, seed=3) != task.sample_problems(20, seed=4)
+    assert (
+        task.sample_problems(20, seed=3)
+        == task.sample_problems(20, seed=3)
+        != task.sample_problems(20, seed=4)
+    )
     training = set(task.sample_problems(5000, seed=1))
     held_out = set(task.sample_problems(1000, seed=1, held_out=True))
     assert not held_out & training
@@ -50,7 +56,13 @@ def test_dataset_and_reward(tokenizer):
     assert dataset[0] == {"prompt": "123+456=", "answer_ids": [11, 9, 7, 2, 1]}
     right = dataset[0]["answer_ids"]
     completions = [right, right[:4], [*right[:4], 0], [11, 9, 0, 7, 2], [11, 9, 7, 3, 1]]
-    assert task.exact_match(completion_ids=completions, answer_ids=[right] * 5, prompts=None) == [1.0, 0, 0, 0, 0]
+    assert task.exact_match(completion_ids=completions, answer_ids=[right] * 5, prompts=None) == [
+        1.0,
+        0,
+        0,
+        0,
+        0,
+    ]
 
 
 def test_teacher_forcing_agrees_with_sampling_token_by_token(tokenizer):
@@ -66,19 +78,25 @@ def test_teacher_forcing_agrees_with_sampling_token_by_token(tokenizer):
             slow += math.exp(logp) / len(ids)
     assert evaluate.measure_policy(policy, ids).expected == pytest.approx(slow, rel=1e-4)
     assert policy.training  # the trainer's logging depends on the mode
-    # Two problems with two answer tokens of a vocabulary of three; the right tokens are (0, 1) and (2, 0).
+    # Two problems with two answer tokens of a vocabulary of three; the right tokens are (0, 1) and
+    # (2, 0).
     right = [[0.5, 0.3, 0.2], [0.1, 0.8, 0.1]]  # 0.5 * 0.8 = 0.4, and both are most likely
     wrong = [[0.1, 0.3, 0.6], [0.25, 0.5, 0.25]]  # 0.6 * 0.25 = 0.15, and the second is not
-    accuracy = evaluate.score_answers(torch.tensor([right, wrong]).log() + 7.0, torch.tensor([[0, 1], [2, 0]]))
+    accuracy = evaluate.score_answers(
+        torch.tensor([right, wrong]).log() + 7.0, torch.tensor([[0, 1], [2, 0]])
+    )
     assert (accuracy.expected, accuracy.greedy) == (pytest.approx((0.4 + 0.15) / 2, abs=1e-6), 0.5)
 
 
 def test_warm_start_is_cached_and_not_trained_again(tmp_path, monkeypatch, capsys):
     place = warm_start.cached_warm_start(TINY, tmp_path)
-    start, line = capsys.readouterr().out.splitlines()  # a target of 0 is reached at the first evaluation
+    # a target of 0 is reached at the first evaluation
+    start, line = capsys.readouterr().out.splitlines()
     assert start.endswith("supervised training on right answers. Accuracy jumps near update 500.")
     assert re.search(r"  Warm start, update 1: accuracy 0\.\d+$", line)
-    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in place.iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {
+        path.name for path in place.iterdir()
+    }
     monkeypatch.setattr(warm_start, "train_warm_start", None)
     assert warm_start.cached_warm_start(TINY, tmp_path) == place
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == [place.parent.name]
@@ -91,4 +109,6 @@ def test_warm_start_is_cached_and_not_trained_again(tmp_path, monkeypatch, capsy
 def test_shortfall_names_both_figures():
     before, after = Measurement(0.47, 0.5, 0.5), Measurement(0.60, 0.7, 0.7)
     stated = "0.470 to 0.600, which is 25% of its errors corrected; the demo requires at least 40%"
-    assert find_shortfall(before, after, 0.2) is None and stated in find_shortfall(before, after, 0.4)
+    assert find_shortfall(before, after, 0.2) is None and stated in find_shortfall(
+        before, after, 0.4
+    )

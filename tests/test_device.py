@@ -26,8 +26,12 @@ print(faults())
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="memory is kept on CPUs only")
 def test_freed_memory_is_used_again():
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")
+    }
     environment["PYTHONPATH"] = str(ROOT)
-    done = subprocess.run([sys.executable, "-c", FAULTS], env=environment, capture_output=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", FAULTS], env=environment, capture_output=True, check=True
+    )
     freed, kept = map(int, done.stdout.split())
     assert kept < freed / 10

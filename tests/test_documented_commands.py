@@ -13,7 +13,9 @@ from trl_qurl.cli import COMMANDS, build_parser
 SHOWN = shell_commands()
 
 
-@pytest.mark.parametrize(("place", "words"), SHOWN, ids=[f"{place} {' '.join(words[:3])}" for place, words in SHOWN])
+@pytest.mark.parametrize(
+    ("place", "words"), SHOWN, ids=[f"{place} {' '.join(words[:3])}" for place, words in SHOWN]
+)
 def test_a_command_exists_as_shown(place, words):
     try:
         check(words)
@@ -24,12 +26,19 @@ def test_a_command_exists_as_shown(place, words):
 def test_a_server_and_a_trainer_on_one_machine_use_different_gpus():
     devices: dict[str, dict[str, set[str]]] = {}
     for place, words in SHOWN:
-        variable, rest = ("", words) if words[0] in ("ssh", "trl-qurl", "accelerate") else (words[0], words[1:])
-        is_server = rest[:2] == ["trl-qurl", "serve"] and not {"--host", "--distributed-executor-backend"} & set(rest)
+        variable, rest = (
+            ("", words) if words[0] in ("ssh", "trl-qurl", "accelerate") else (words[0], words[1:])
+        )
+        is_server = rest[:2] == ["trl-qurl", "serve"] and not {
+            "--host",
+            "--distributed-executor-backend",
+        } & set(rest)
         if is_server or any(re.match(r"http://(127\.|localhost)", word) for word in rest):
             name, _, value = variable.partition("=")
             assert name == "CUDA_VISIBLE_DEVICES" and value, f"{place}: {' '.join(words)}"
-            devices.setdefault(place, {})["server" if is_server else "trainer"] = set(value.split(","))
+            devices.setdefault(place, {})["server" if is_server else "trainer"] = set(
+                value.split(",")
+            )
     pairs = [ends for ends in devices.values() if len(ends) == 2]
     assert len(pairs) >= 2 and not any(ends["server"] & ends["trainer"] for ends in pairs)
 
@@ -45,7 +54,9 @@ def test_commands_in_the_text_exist(page):
                 assert command in COMMANDS, code
                 [subparsers] = build_parser([command])._subparsers._group_actions
                 shown = {word for word in words if word.startswith("--")}
-                assert command in RECIPES or shown <= set(subparsers.choices[command]._option_string_actions), code
+                assert command in RECIPES or shown <= set(
+                    subparsers.choices[command]._option_string_actions
+                ), code
 
 
 def test_every_subcommand_target_and_extra_is_documented():
@@ -57,4 +68,6 @@ def test_every_subcommand_target_and_extra_is_documented():
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     extras = setup["options.extras_require"].keys() - {"docs", "test", "dev", "plots", "demo"}
-    assert [extra for extra in extras if not re.search(rf"trl-qurl\[[\w,]*\b{extra}\b|`{extra}`", text)] == []
+    assert [
+        extra for extra in extras if not re.search(rf"trl-qurl\[[\w,]*\b{extra}\b|`{extra}`", text)
+    ] == []

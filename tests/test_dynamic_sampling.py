@@ -1,4 +1,6 @@
-"""Batches that dynamic sampling fills: all groups useful where there are such prompts, bounded where there are not."""
+"""Batches that dynamic sampling fills: all groups useful where there are such prompts, bounded
+where there are not.
+"""
 
 import json
 import logging
@@ -15,7 +17,13 @@ from support.training import metrics_by_step
 
 from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer, QuRLPPOConfig
 from trl_qurl.trainers.arguments import check_arguments
-from trl_qurl.trainers.dynamic_sampling import PromptStream, TriedRows, informative, row_digest, weighted_sum
+from trl_qurl.trainers.dynamic_sampling import (
+    PromptStream,
+    TriedRows,
+    informative,
+    row_digest,
+    weighted_sum,
+)
 
 NAN = math.nan
 GROUP_SIZE = 3
@@ -53,8 +61,13 @@ def test_useless_groups_give_way_and_useful_ones_stay_where_they_are(accelerator
         assert sample.extras == {"seen": f"saw {text}"} and len(sample.logps) == len(text)
         expected = [float(place % GROUP_SIZE == 0), sample.row["number"]]
         assert filled.rewards[place].tolist() == expected
-    prompt_ids, completion_ids, tool_mask, completions, logps, extra, images, tool_images = filled.generated()
-    assert completions == [sample.completion for sample in filled.samples] and len(logps) == len(prompt_ids) == 15
+    prompt_ids, completion_ids, tool_mask, completions, logps, extra, images, tool_images = (
+        filled.generated()
+    )
+    assert (
+        completions == [sample.completion for sample in filled.samples]
+        and len(logps) == len(prompt_ids) == 15
+    )
     assert (tool_mask, extra, images, tool_images) == (None, {}, None, [])
 
 
@@ -69,7 +82,8 @@ def test_what_it_cost_is_what_was_generated(accelerator):
 
 
 def test_rounds_are_as_large_as_they_have_to_be(accelerator):
-    # Two of five are useful so far: three missing ones take 3 / (2 / 5) = 7.5 prompts, but at most a batch of 5.
+    # Two of five are useful so far: three missing ones take 3 / (2 / 5) = 7.5 prompts, but at most
+    # a batch of 5.
     policy, _ = fill(accelerator, batch_of(0, 1, 3, 4, 5))
     assert policy.rounds[1] == 5 * GROUP_SIZE
     # One of five is missing: 1 / (4 / 5) = 1.25, so 2 prompts.
@@ -91,10 +105,16 @@ def test_useless_prompts_bound_the_rounds_and_are_reported_once(accelerator, cap
         policy, filled = fill(accelerator, rows, useful=lambda row: False)
         policy.fill(batch_of(5, 7, 8))
     assert policy.rounds == [9] * 20
-    assert [sample.row for sample in filled.samples] == rows, "a batch that cannot be filled is used as it is"
+    assert [sample.row for sample in filled.samples] == rows, (
+        "a batch that cannot be filled is used as it is"
+    )
     assert filled.metrics["dynamic_sampling/filled_share"] == 0
     assert filled.metrics["dynamic_sampling/discarded_share"] == pytest.approx(0.9)
-    [message] = [record.getMessage() for record in caplog.records if "Dynamic sampling" in record.getMessage()]
+    [message] = [
+        record.getMessage()
+        for record in caplog.records
+        if "Dynamic sampling" in record.getMessage()
+    ]
     assert "in 10 rounds" in message and "dynamic_sampling/filled_share" in message
 
 
@@ -112,9 +132,13 @@ def test_a_prompt_that_was_made_but_not_needed_comes_again(accelerator):
     policy, filled = fill(accelerator, batch_of(0, 1, 3, 4, 5))
     order = [row["number"] for row, _ in PromptStream(ROWS, seed=0).draw(60, tried_rows([]))]
     drawn = policy.sampler.prompts.drawn
-    assert order[drawn - 1] in group_numbers(filled), "the next batch does not go on after the last one needed"
+    assert order[drawn - 1] in group_numbers(filled), (
+        "the next batch does not go on after the last one needed"
+    )
     replaced = [number for number in order[:drawn] if number % 3 == 0 and number not in (0, 3)]
-    assert sorted(group_numbers(filled)) == sorted([0, 3, *replaced]), "a useful prompt was passed over"
+    assert sorted(group_numbers(filled)) == sorted([0, 3, *replaced]), (
+        "a useful prompt was passed over"
+    )
 
 
 def test_two_processes_fill_the_batch_of_one(run_scenario):
@@ -122,8 +146,12 @@ def test_two_processes_fill_the_batch_of_one(run_scenario):
     assert (one["processes"], two["processes"]) == (1, 2)
     for alone, together in zip(one["rollouts"], two["rollouts"], strict=True):
         numbers = [prompt for prompt, *_ in alone["samples"][::3]]
-        assert all(tells_apart(row) for row in ROWS if row["prompt"] in numbers) and len(set(numbers)) == 4
-        # Rounds are cut so that both get as many completions, so their sizes may differ; what is kept does not.
+        assert (
+            all(tells_apart(row) for row in ROWS if row["prompt"] in numbers)
+            and len(set(numbers)) == 4
+        )
+        # Rounds are cut so that both get as many completions, so their sizes may differ; what is
+        # kept does not.
         assert together["samples"] == alone["samples"]
         assert together["rewards"] == alone["rewards"]
         assert together["metrics"]["dynamic_sampling/filled_share"] == 1.0
@@ -145,13 +173,19 @@ def test_two_processes_fill_the_batch_of_one(run_scenario):
 def test_a_group_is_useful_if_its_rewards_differ(rewards, useful):
     # Between two other groups, so that neighbors could leak in.
     others = [[2.0, 2.0, 2.0], [0.0, 3.0, 0.0]]
-    assert informative(torch.tensor([*others[0], *rewards, *others[1]]), 3).tolist() == [False, useful, True]
+    assert informative(torch.tensor([*others[0], *rewards, *others[1]]), 3).tolist() == [
+        False,
+        useful,
+        True,
+    ]
 
 
 def test_the_weighted_sum_is_trls():
     rewards = torch.tensor([[1.0, 2.0], [NAN, 2.0], [NAN, NAN]])
     expected = torch.tensor([1 * 0.5 + 2 * 3, 2 * 3, NAN])
-    torch.testing.assert_close(weighted_sum(rewards, torch.tensor([0.5, 3.0])), expected, equal_nan=True)
+    torch.testing.assert_close(
+        weighted_sum(rewards, torch.tensor([0.5, 3.0])), expected, equal_nan=True
+    )
 
 
 def tried_rows(rows):
@@ -178,7 +212,9 @@ def test_a_stream_leaves_out_what_was_tried():
 
 def test_rows_that_share_a_prompt_are_other_questions(accelerator):
     """Games: the levels differ, the prompt does not; and some rows are equal in all columns."""
-    levels = [{"prompt": "Play.", "number": number} for number in range(12)] + [{"prompt": "Play.", "number": 3}] * 2
+    levels = [{"prompt": "Play.", "number": number} for number in range(12)] + [
+        {"prompt": "Play.", "number": 3}
+    ] * 2
     policy = MadeUpPolicy(accelerator, GROUP_SIZE, PromptStream(levels, seed=0))
     batch = [levels[number] for number in (1, 2, 3) for _ in range(GROUP_SIZE)]
     filled = policy.fill(batch)
@@ -186,19 +222,26 @@ def test_rows_that_share_a_prompt_are_other_questions(accelerator):
     assert all(number % 3 == 0 for number in group_numbers(filled))
     tried = tried_rows([levels[1], levels[3]])
     left = [row["number"] for row, _ in PromptStream(levels, seed=0).draw(99, tried)]
-    assert sorted(left) == [0, 2, 3, 3, *range(4, 12)], "a row of the batch stands for one of those that are equal"
+    assert sorted(left) == [0, 2, 3, 3, *range(4, 12)], (
+        "a row of the batch stands for one of those that are equal"
+    )
 
 
 def test_columns_that_trl_removes_tell_no_rows_apart():
     tried = TriedRows({"prompt"}, [row_digest({"prompt": row["prompt"]}) for row in ROWS[5:]])
     drawn = PromptStream(ROWS, seed=0).draw(10, tried)
-    assert sorted(row["prompt"] for row, _ in drawn) == [f"question {number}" for number in range(5)]
-    assert all(row.keys() == {"prompt"} for row, _ in drawn), "reward functions get the same columns for all rows"
+    assert sorted(row["prompt"] for row, _ in drawn) == [
+        f"question {number}" for number in range(5)
+    ]
+    assert all(row.keys() == {"prompt"} for row, _ in drawn), (
+        "reward functions get the same columns for all rows"
+    )
 
 
 def test_the_reward_weights_of_now_decide(tmp_path, monkeypatch):
     monkeypatch.setattr(
-        "trl_qurl.rollout.backend.QuantizedVLLMGeneration._init_vllm", lambda self: vars(self).update(context=64)
+        "trl_qurl.rollout.backend.QuantizedVLLMGeneration._init_vllm",
+        lambda self: vars(self).update(context=64),
     )
     args = settings_of(QuRLGRPOTrainer, tmp_path, dynamic_sampling=True, reward_weights=[1.0, 0.0])
     trainer = build(QuRLGRPOTrainer, tmp_path, function=[len_reward, reward], args=args)
@@ -238,11 +281,19 @@ def test_what_it_cannot_work_with_is_refused(tmp_path):
 def test_settings_that_make_no_sense_are_refused(tmp_path):
     with pytest.raises(ValueError, match="has no effect unless dynamic_sampling=True"):
         QuRLGRPOConfig(tmp_path, bf16=False, dynamic_sampling_reward="len_reward")
-    with pytest.raises(ValueError, match="dynamic_sampling is True, but with a critic must be one of False"):
+    with pytest.raises(
+        ValueError, match="dynamic_sampling is True, but with a critic must be one of False"
+    ):
         QuRLPPOConfig(tmp_path, bf16=False, dynamic_sampling=True)
 
 
-CONFIG = {"dynamic_sampling": True, "max_steps": 6, "save_strategy": "steps", "save_steps": 2, "log_completions": True}
+CONFIG = {
+    "dynamic_sampling": True,
+    "max_steps": 6,
+    "save_strategy": "steps",
+    "save_steps": 2,
+    "log_completions": True,
+}
 
 
 @pytest.mark.vllm
@@ -250,13 +301,16 @@ CONFIG = {"dynamic_sampling": True, "max_steps": 6, "save_strategy": "steps", "s
 def test_a_trainer_fills_its_batches_and_resumes(train, tmp_path):
     """Three of eight kinds of prompt always get the reward 0; two updates per rollout."""
     given = ["--useless", "3", "--config", json.dumps(CONFIG)]
-    # The second run starts at the second rollout, which draws its replacements after those of the first.
+    # The second run starts at the second rollout, which draws its replacements after those of the
+    # first.
     resume = ["--resume", tmp_path / "whole" / "checkpoint-2"]
     whole, resumed = train([tmp_path / "whole", *given], [tmp_path / "resumed", *given, *resume])
     rollouts = [row for row in whole["history"] if "reward" in row]
     assert len(rollouts) == 3
     assert all(row["dynamic_sampling/filled_share"] == 1.0 for row in rollouts)
-    assert all(row["frac_reward_zero_std"] == 0.0 for row in rollouts), "a group without advantages was trained on"
+    assert all(row["frac_reward_zero_std"] == 0.0 for row in rollouts), (
+        "a group without advantages was trained on"
+    )
     assert any(row["dynamic_sampling/discarded_share"] > 0 for row in rollouts)
     assert any(row["dynamic_sampling/unfiltered_reward"] < row["reward"] for row in rollouts)
     for step in (3, 4, 5, 6):

@@ -1,4 +1,6 @@
-"""After training, engines hold the policy's weights: real TRL, real vLLM, real kernels, in both modes."""
+"""After training, engines hold the policy's weights: real TRL, real vLLM, real kernels, in both
+modes.
+"""
 
 import itertools
 import json
@@ -19,17 +21,27 @@ from tiny import ENGINE, save_tiny
 
 pytestmark = pytest.mark.vllm
 
-# On CPUs with AMX vLLM keeps the biases of its small BF16 layers in float32. A sync in float32 leaves them unrounded,
-# while a fresh engine rounds them to BF16 first. Weights in 4 bits are multiplied in BF16.
+# On CPUs with AMX vLLM keeps the biases of its small BF16 layers in float32. A sync in float32
+# leaves them unrounded, while a fresh engine rounds them to BF16 first. Weights in 4 bits are
+# multiplied in BF16.
 SAME_BF16 = 8e-3 if torch.cpu._is_amx_tile_supported() else SAME
 
 CHECKED = {"sync_check_interval": 1}
 FP8_CACHE = CHECKED | {"vllm_engine_kwargs": ENGINE | {"kv_cache_dtype": "fp8"}}
 BF16, W4A16 = {"rollout_quantization": None}, {"rollout_quantization": "w4a16"}
-FILES, COMPRESSOR = CHECKED | {"weight_sync": "checkpoint"}, CHECKED | {"weight_sync": "llmcompressor"}
+FILES, COMPRESSOR = (
+    CHECKED | {"weight_sync": "checkpoint"},
+    CHECKED | {"weight_sync": "llmcompressor"},
+)
 LORA, VALUES, UNTIED = ["--lora"], ["--lora", "--lora-targets", "v_proj"], ["--untied"]
 
-MIXED = {"rollout_quantization": {"re:.*down_proj": "w4a16", "re:.*layers.0.*o_proj": "none", "*": "int8"}}
+MIXED = {
+    "rollout_quantization": {
+        "re:.*down_proj": "w4a16",
+        "re:.*layers.0.*o_proj": "none",
+        "*": "int8",
+    }
+}
 
 COLOCATED = {
     "int8": ({}, []),
@@ -37,7 +49,10 @@ COLOCATED = {
     "int8, untied head": ({}, UNTIED),
     "int8, checkpoint per step": (FILES, []),
     "int8, llm-compressor per step": (COMPRESSOR, []),
-    "int8, one matrix ignored": ({"quantization_ignore": ["lm_head", "re:.*layers.0.*down_proj"]}, []),
+    "int8, one matrix ignored": (
+        {"quantization_ignore": ["lm_head", "re:.*layers.0.*down_proj"]},
+        [],
+    ),
     "fp8": ({"rollout_quantization": "fp8"}, []),
     "w4a16": (W4A16 | CHECKED, []),
     "w4a16 and int8": (MIXED, []),
@@ -76,7 +91,9 @@ def marks(case):
 
 @pytest.fixture(scope="module")
 def colocated(request, train, run_scenario, tmp_path_factory):
-    """By case: the record of its training, and what an engine started from the checkpoint of the same weights says."""
+    """By case: the record of its training, and what an engine started from the checkpoint of the
+    same weights says.
+    """
     wanted = selected(request, "case")
     chosen = {case: arguments for case, arguments in ALL.items() if (case,) in wanted}
     directory = tmp_path_factory.mktemp("colocated")
@@ -91,7 +108,13 @@ def colocated(request, train, run_scenario, tmp_path_factory):
         f"{checkpoint}@fp8" if "FP8 cache" in case else checkpoint
         for case, checkpoint in zip(chosen, checkpoints, strict=True)
     ]
-    return dict(zip(chosen, zip(records, run_scenario("fresh_engine.py", *engines), strict=True), strict=True))
+    return dict(
+        zip(
+            chosen,
+            zip(records, run_scenario("fresh_engine.py", *engines), strict=True),
+            strict=True,
+        )
+    )
 
 
 @pytest.mark.xdist_group("colocated")
@@ -99,8 +122,12 @@ def colocated(request, train, run_scenario, tmp_path_factory):
 def test_colocated_engine_holds_the_trained_weights(case, colocated):
     (config, arguments), (record, fresh) = ALL[case], colocated[case]
     if "sync_check_interval" in config:
-        ratios = [row["sync/probe_ratio"] for row in rollout_rows(record) if "sync/probe_ratio" in row]
-        assert (len(ratios) == 2) == ("FP8 cache" not in case) and all(ratio < 1 + SATURATES for ratio in ratios)
+        ratios = [
+            row["sync/probe_ratio"] for row in rollout_rows(record) if "sync/probe_ratio" in row
+        ]
+        assert (len(ratios) == 2) == ("FP8 cache" not in case) and all(
+            ratio < 1 + SATURATES for ratio in ratios
+        )
     formats = "w4a16" if "w4a16" in case else config.get("rollout_quantization", "int8")
     tolerance = SAME_BF16 if formats in (None, "w4a16") else SAME
     assert_synced(record, fresh, lora="--lora" in arguments, tolerance=tolerance)
@@ -124,7 +151,14 @@ def test_server_holds_the_trained_weights(served, train, run_scenario, tmp_path)
     runs = {"full": [served], "merged": [served | {"sync_check_interval": 16}, *LORA]}
     records = train(
         *(
-            [tmp_path / "out", "--export", tmp_path / name, "--config", json.dumps(config), *arguments]
+            [
+                tmp_path / "out",
+                "--export",
+                tmp_path / name,
+                "--config",
+                json.dumps(config),
+                *arguments,
+            ]
             for name, (config, *arguments) in runs.items()
         )
     )
@@ -146,32 +180,52 @@ def test_rloo_samples_from_a_server(served, train, tmp_path):
 
 @pytest.mark.xdist_group("server")
 @pytest.mark.parametrize("arguments", [[], LORA], ids=["full", "LoRA"])
-def test_server_loads_llmcompressors_checkpoint_of_each_step(arguments, served, train, run_scenario, tmp_path):
-    """llm-compressor writes float32 where the policy is; the server computes in bfloat16. Every sync is digested."""
+def test_server_loads_llmcompressors_checkpoint_of_each_step(
+    arguments, served, train, run_scenario, tmp_path
+):
+    """llm-compressor writes float32 where the policy is; the server computes in bfloat16. Every
+    sync is digested.
+    """
     config = json.dumps(served | {"weight_sync": "llmcompressor"})
-    [record] = train([tmp_path / "out", "--config", config, "--export", tmp_path / "end", *arguments])
+    [record] = train(
+        [tmp_path / "out", "--config", config, "--export", tmp_path / "end", *arguments]
+    )
     [fresh] = run_scenario("fresh_engine.py", tmp_path / "end")
     assert_synced(record, fresh, lora=bool(arguments))
 
 
 @pytest.mark.xdist_group("server")
-@pytest.mark.parametrize(("formats", "here"), [("fp8", "fp8"), ({"re:.*down_proj": "w4a16", "*": "int8"}, "w4a16")])
+@pytest.mark.parametrize(
+    ("formats", "here"), [("fp8", "fp8"), ({"re:.*down_proj": "w4a16", "*": "int8"}, "w4a16")]
+)
 def test_server_in_other_formats_is_refused(formats, here, served, train, tmp_path):
-    message = rf"first model.layers.0.mlp.down_proj.weight_scale \({here}, shape .* here and int8, shape .* there\)"
+    message = (
+        rf"first model.layers.0.mlp.down_proj.weight_scale \({here}, shape .* here and int8, shape "
+        r".* there\)"
+    )
     with pytest.raises(AssertionError, match=message):
-        train([tmp_path / "out", "--config", json.dumps(served | {"rollout_quantization": formats})])
+        train(
+            [tmp_path / "out", "--config", json.dumps(served | {"rollout_quantization": formats})]
+        )
 
 
 @pytest.mark.slow
 @needs_avx512
 def test_server_of_several_formats(warm_python, train, run_scenario, tmp_path):
     model, scheme = save_tiny(tmp_path / "model"), json.dumps(MIXED["rollout_quantization"])
-    with vllm_server(model, tmp_path, "--scheme", scheme, python=warm_python, has_worker=True) as server:
+    with vllm_server(
+        model, tmp_path, "--scheme", scheme, python=warm_python, has_worker=True
+    ) as server:
         config = CHECKED | MIXED | {"vllm_mode": "server", "vllm_server_base_url": server.url}
         config["rollout_checkpoint_dir"] = str(tmp_path)
-        [record] = train([tmp_path / "out", "--config", json.dumps(config), "--export", tmp_path / "full"])
+        [record] = train(
+            [tmp_path / "out", "--config", json.dumps(config), "--export", tmp_path / "full"]
+        )
         config["rollout_quantization"] = {"re:.*down_proj": "w4a16", "*": "int8"}
-        message = r"first model.layers.0.self_attn.o_proj.weight_scale \(int8, shape .* here and none there\)"
+        message = (
+            r"first model.layers.0.self_attn.o_proj.weight_scale \(int8, shape .* here and none "
+            r"there\)"
+        )
         with pytest.raises(AssertionError, match=message):
             train([tmp_path / "out", "--config", json.dumps(config)])
     [fresh] = run_scenario("fresh_engine.py", tmp_path / "full")
@@ -182,21 +236,30 @@ def test_server_of_several_formats(warm_python, train, run_scenario, tmp_path):
 @pytest.mark.xdist_group("matrix servers")
 @pytest.mark.parametrize("head", ["tied", "untied"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_server_of_each_dtype_and_head_holds_the_trained_weights(dtype, head, train, warm_python, tmp_path):
+def test_server_of_each_dtype_and_head_holds_the_trained_weights(
+    dtype, head, train, warm_python, tmp_path
+):
     if dtype == "float32" and torch.cpu._is_amx_tile_supported():
         pytest.skip("vLLM's INT8 kernel for CPUs with AMX takes inputs in 16 bits only")
     model = save_tiny(tmp_path / "model", tie_word_embeddings=head == "tied")
     runs = list(itertools.product([[], LORA], ["checkpoint", "llmcompressor"]))
-    with vllm_server(model, tmp_path, "--scheme", "int8", "--dtype", dtype, python=warm_python) as server:
+    with vllm_server(
+        model, tmp_path, "--scheme", "int8", "--dtype", dtype, python=warm_python
+    ) as server:
         config = CHECKED | {"vllm_mode": "server", "vllm_server_base_url": server.url}
         config["rollout_checkpoint_dir"] = str(tmp_path / "rollouts")
         flags = UNTIED if head == "untied" else []
         records = train(
-            *([tmp_path, "--config", json.dumps(config | {"weight_sync": way}), *lora, *flags] for lora, way in runs)
+            *(
+                [tmp_path, "--config", json.dumps(config | {"weight_sync": way}), *lora, *flags]
+                for lora, way in runs
+            )
         )
     for (lora, _), record in zip(runs, records, strict=True):
         for row in rollout_rows(record):
             assert row["time/sync_check_s"] > 0 and row["sync/probe_ratio"] < 1
         assert_metrics(record["history"], "int8")
         assert_moved(record, bool(lora))
-        assert record["engine_dtype"] == dtype, "layers that are not quantized would be sent in the policy's dtype"
+        assert record["engine_dtype"] == dtype, (
+            "layers that are not quantized would be sent in the policy's dtype"
+        )

@@ -1,4 +1,6 @@
-"""Mistakes of users: each gets one sentence that says what to do, before an engine starts, and leaves no files."""
+"""Mistakes of users: each gets one sentence that says what to do, before an engine starts, and
+leaves no files.
+"""
 
 import json
 import os
@@ -60,8 +62,25 @@ def plain(model, tmp_path):
     """A command without mistakes."""
     questions = tmp_path / "questions.jsonl"
     questions.write_text((json.dumps({"question": "1 + 1?", "answer": "2"}) + "\n") * 32)
-    plain = ["grpo", "--use_cpu", "true", "--bf16", "false", "--report_to", "none", "--max_completion_length", "64"]
-    plain += ["--model_name_or_path", str(model), "--dataset", str(questions), "--output_dir", str(tmp_path / "out")]
+    plain = [
+        "grpo",
+        "--use_cpu",
+        "true",
+        "--bf16",
+        "false",
+        "--report_to",
+        "none",
+        "--max_completion_length",
+        "64",
+    ]
+    plain += [
+        "--model_name_or_path",
+        str(model),
+        "--dataset",
+        str(questions),
+        "--output_dir",
+        str(tmp_path / "out"),
+    ]
     return [*plain, "--rollout_checkpoint_dir", str(tmp_path / "rollouts")]
 
 
@@ -91,10 +110,18 @@ def errors_without_vllm(*commands, scratch):
     """Errors of `trl-qurl` for each of these commands in a process that does not find vLLM."""
     (scratch / "hide").mkdir()
     (scratch / "hide" / "sitecustomize.py").write_text(HIDE)
-    path = os.pathsep.join([str(scratch / "hide"), str(Path(__file__).parents[1])])  # this checkout's package
+    # this checkout's package
+    path = os.pathsep.join([str(scratch / "hide"), str(Path(__file__).parents[1])])
     environment = child_environment(PYTHONPATH=path)
-    start = [sys.executable, "-c", RUN, json.dumps([list(map(str, command)) for command in commands])]
-    done = subprocess.run(start, env=environment, cwd=scratch, capture_output=True, text=True, timeout=120)
+    start = [
+        sys.executable,
+        "-c",
+        RUN,
+        json.dumps([list(map(str, command)) for command in commands]),
+    ]
+    done = subprocess.run(
+        start, env=environment, cwd=scratch, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     *printed, _ = re.split(r"^STATUS (\d)\n", done.stderr, flags=re.MULTILINE)
     pairs = zip(printed[::2], printed[1::2], strict=True)
@@ -102,7 +129,9 @@ def errors_without_vllm(*commands, scratch):
 
 
 def printed_error(status, out, err, scratch):
-    """The line with the error, checked to be the only one, before an engine starts and without files left over."""
+    """The line with the error, checked to be the only one, before an engine starts and without
+    files left over.
+    """
     assert status == 2, err[-3000:]
     assert "Traceback" not in err
     assert "Loading safetensors checkpoint shards" not in err, "the engine was started first"
@@ -114,12 +143,15 @@ def printed_error(status, out, err, scratch):
     return errors[0].removeprefix("trl-qurl: error: ")
 
 
-# Parts that are not installed ----------------------------------------------------------------------------------------
+# Parts that are not installed
+# ----------------------------------------------------------------------------------------
 
 
 def test_vllm_missing(plain, tmp_path):
     alone, served = errors_without_vllm(plain, [*plain, "--vllm_mode", "server"], scratch=tmp_path)
-    assert alone.startswith("Quantized rollouts need vLLM, which is not installed: run `pip install 'trl-qurl[vllm]'`")
+    assert alone.startswith(
+        "Quantized rollouts need vLLM, which is not installed: run `pip install 'trl-qurl[vllm]'`"
+    )
     assert served == alone and "(TRL imports it here even if a server generates)" in served
 
 
@@ -134,20 +166,25 @@ def test_math_verify_missing(train, monkeypatch):
     assert train() == "Grading answers needs math_verify: run `pip install 'trl-qurl[math]'`."
 
 
-# Settings ------------------------------------------------------------------------------------------------------------
+# Settings
+# --------------------------------------------------------------------------------------------------
 
 
 def test_unknown_scheme(train):
     message = train("--rollout_quantization", "int4")
     assert message == (
-        f"Unknown quantization scheme 'int4'; did you mean 'w4a16'? Choose one of {', '.join(map(repr, SCHEMES))}, or "
-        "None ('none' on the command line) for unquantized rollouts."
+        "Unknown quantization scheme 'int4'; did you mean 'w4a16'? Choose one of "
+        f"{', '.join(map(repr, SCHEMES))}, or None ('none' on the command line) for unquantized "
+        "rollouts."
     )
 
 
 def test_all_layers_ignored(train):
     message = train("--quantization_ignore", "lm_head", "re:.*layers.*")
-    assert "matches all 14 linear layers of Qwen2ForCausalLM, so there is nothing to quantize: narrow the" in message
+    assert (
+        "matches all 14 linear layers of Qwen2ForCausalLM, so there is nothing to quantize: narrow "
+        "the" in message
+    )
     assert "rollout_quantization=None" in message
 
 
@@ -156,28 +193,44 @@ def test_tokenizer_without_a_chat_template(train, tmp_path):
     (base / "model.safetensors").unlink()
     message = train("--model_name_or_path", base)
     assert message.startswith(f"The tokenizer of {base} has no chat template")
-    assert "use the Instruct variant of the model, or set a chat_template on its tokenizer and save both" in message
+    assert (
+        "use the Instruct variant of the model, or set a chat_template on its tokenizer and save "
+        "both" in message
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="only vLLM's CPU build has so few head sizes")
 def test_heads_that_the_engine_has_no_kernel_for(train, tmp_path_factory):
     model = save_tiny(tmp_path_factory.mktemp("narrow"), CHAT_TEMPLATE, hidden_size=64, head_dim=16)
     assert train("--model_name_or_path", model).startswith(
-        "The attention heads of this model are 16 wide, but vLLM's CPU build has kernels only for 32,"
+        "The attention heads of this model are 16 wide, but vLLM's CPU build has kernels only for "
+        "32,"
     )
 
 
 IN_16_BITS = "--quantization_ignore " + " ".join(SIXTEEN_BIT_EXPERTS)
-ADAPTER = "--use_peft --lora_target_modules q_proj v_proj --weight_sync adapter --smooth_activations false"
+ADAPTER = (
+    "--use_peft --lora_target_modules q_proj v_proj --weight_sync adapter --smooth_activations "
+    "false"
+)
 BFLOAT16 = "CPUs with AMX need dtype='bfloat16', not '{}': set it in vllm_engine_kwargs"
 BACKEND = "CPUs with AMX cannot run its transformers backend: set rollout_quantization=None"
 GPT_OSS = "No sync can load the experts of gpt-oss"
-NO_ADAPTER = "vLLM's CPU build runs no adapter beside experts: merge it (weight_sync='auto', no --enable-lora)"
+NO_ADAPTER = (
+    "vLLM's CPU build runs no adapter beside experts: merge it (weight_sync='auto', no "
+    "--enable-lora)"
+)
 ROUTING = "INT8 experts only of mixtral, olmoe, qwen2_moe, qwen3_moe, not of glm4_moe: add 're:"
 SIZES = "INT8 experts only with multiples of 32 as sizes, not 128 and 80: add 're:"
 # family, overrides, arguments of `grpo`, options of `serve`, the error
 CPU_REFUSALS = [
-    ("qwen2", {}, '--vllm_engine_kwargs {"dtype":"float32"}', "--dtype float32", BFLOAT16.format("float32")),
+    (
+        "qwen2",
+        {},
+        '--vllm_engine_kwargs {"dtype":"float32"}',
+        "--dtype float32",
+        BFLOAT16.format("float32"),
+    ),
     ("qwen2", {"dtype": torch.float16}, "--dtype float16", "", BFLOAT16.format("float16")),
     ("olmo2", {}, "", "", BACKEND),
     ("qwen2", {}, "--vllm_model_impl transformers", "--model-impl=transformers", BACKEND),
@@ -212,13 +265,18 @@ def test_architecture_of_a_model_from_memory_is_its_class(family, is_refused, mo
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True, "amx_tile": True})
     model = tiny_model(family)
     assert model.config.architectures is None
-    with pytest.raises(ValueError, match="its transformers backend") if is_refused else nullcontext():
+    with (
+        pytest.raises(ValueError, match="its transformers backend") if is_refused else nullcontext()
+    ):
         prepare_process(model, stream_of(model, SCHEMES["int8"]), {"model_impl": "auto"}, 2)
 
 
 def test_a_format_that_the_gpu_has_no_kernel_for(train, model, monkeypatch, capfd):
     monkeypatch.setattr("trl_qurl.rollout.engine.hardware.gpu_capability", lambda: (8, 0))
-    sentence = "FP8 rollouts need a GPU of compute capability 8.9 or higher: choose another rollout_quantization"
+    sentence = (
+        "FP8 rollouts need a GPU of compute capability 8.9 or higher: choose another "
+        "rollout_quantization"
+    )
     assert train("--rollout_quantization", "fp8").startswith(sentence)
     assert cli.main(["serve", str(model), "--scheme", "fp8"]) == 2
     assert sentence in capfd.readouterr().err
@@ -228,7 +286,10 @@ def test_recurrent_layers(train, tmp_path_factory, capfd):
     size = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 1, "state_size": 4}
     mamba = MambaForCausalLM(MambaConfig(**size, pad_token_id=0, eos_token_id=1))
     model = save_tiny(tmp_path_factory.mktemp("mamba"), CHAT_TEMPLATE, model=mamba)
-    sentence = "MambaForCausalLM has recurrent layers (Mamba, linear attention, convolutions), and no sync is known"
+    sentence = (
+        "MambaForCausalLM has recurrent layers (Mamba, linear attention, convolutions), and no "
+        "sync is known"
+    )
     assert train("--model_name_or_path", model).startswith(sentence)
     assert cli.main(["serve", str(model)]) == 2
     assert sentence in capfd.readouterr().err
@@ -249,31 +310,46 @@ def test_which_models_have_recurrent_layers(kind, refused):
     kinds = {"layer_types": ["conv", "full_attention"]} if kind is Lfm2ForCausalLM else {}
     with torch.device("meta"):
         model = kind(kind.config_class(num_hidden_layers=2, **kinds))
-    with pytest.raises(ValueError, match=f"{kind.__name__} has recurrent") if refused else nullcontext():
+    with (
+        pytest.raises(ValueError, match=f"{kind.__name__} has recurrent")
+        if refused
+        else nullcontext()
+    ):
         check_recurrent_layers(model)
 
 
-# Questions -----------------------------------------------------------------------------------------------------------
+# Questions
+# --------------------------------------------------------------------------------------------------
 
 
 def test_questions_without_answers(train, tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"question": "1 + 1?", "result": "2"}\n')
     message = train("--dataset", tmp_path / "bad.jsonl")
-    assert "no answer or final_answer or solution or ground_truth; its columns are question, result: " in message
+    assert (
+        "no answer or final_answer or solution or ground_truth; its columns are question, result: "
+        in message
+    )
     assert "rename the columns, or, for training, pass --" in message
 
 
 def test_questions_that_do_not_fill_a_rollout(train, tmp_path):
     (tmp_path / "few.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n' * 31)
     message = train("--dataset", tmp_path / "few.jsonl")
-    assert message.startswith("train_dataset has 31 prompts, but a rollout needs 32 (per_device_train_batch_size x")
+    assert message.startswith(
+        "train_dataset has 31 prompts, but a rollout needs 32 (per_device_train_batch_size x"
+    )
 
 
 def test_prompts_and_completions_longer_than_the_context(train, tmp_path):
-    lines = ['{"question": "1 + 1?", "answer": "2"}', json.dumps({"question": "word " * 100, "answer": "2"})]
+    lines = [
+        '{"question": "1 + 1?", "answer": "2"}',
+        json.dumps({"question": "word " * 100, "answer": "2"}),
+    ]
     (tmp_path / "long.jsonl").write_text("\n".join(lines * 16))
     message = train("--dataset", tmp_path / "long.jsonl", "--max_completion_length", 8)
-    assert re.match(r"The prompt in row 2 of .*long\.jsonl of \d{3} tokens fills the context of 128 ", message)
+    assert re.match(
+        r"The prompt in row 2 of .*long\.jsonl of \d{3} tokens fills the context of 128 ", message
+    )
     message = train("--dataset", tmp_path / "long.jsonl", "--vllm_max_model_length", 64)
     assert message.startswith(
         "--max_completion_length allows 64 tokens, which fill the context of 64 (--vllm_max_model_l"
@@ -282,7 +358,9 @@ def test_prompts_and_completions_longer_than_the_context(train, tmp_path):
 
 def test_a_tracker_that_is_not_installed(train):
     message = train("--report_to", "wandbb")
-    assert message.startswith("--report_to wandbb is unknown or not installed: install its package, or use ")
+    assert message.startswith(
+        "--report_to wandbb is unknown or not installed: install its package, or use "
+    )
 
 
 def test_groups_that_do_not_divide_a_rollout(train, monkeypatch):
@@ -290,14 +368,20 @@ def test_groups_that_do_not_divide_a_rollout(train, monkeypatch):
     assert message.startswith(
         "--num_generations 5 does not divide the 256 completions (--per_device_train_batch_size 16 "
     )
-    assert "x 1 processes x --steps_per_generation 16): use one of 1, 2, 4, 8, 16, 32, 64, 128, 256, or " in message
+    assert (
+        "x 1 processes x --steps_per_generation 16): use one of 1, 2, 4, 8, 16, 32, 64, 128, 256, "
+        "or " in message
+    )
     monkeypatch.setenv("WORLD_SIZE", "3")
     assert "does not divide the 24 completions" in train(
-        *["--per_device_train_batch_size", "1", "--num_generations", "5"], "--steps_per_generation", 8
+        *["--per_device_train_batch_size", "1", "--num_generations", "5"],
+        "--steps_per_generation",
+        8,
     )
 
 
-# The checkpoint directory --------------------------------------------------------------------------------------------
+# The checkpoint directory
+# --------------------------------------------------------------------------------------------
 
 
 WAY_OUT = "set rollout_checkpoint_dir to a writable directory with enough space."
@@ -322,7 +406,8 @@ def test_no_space(train, tmp_path):
     assert "are free and" in message and message.endswith(WAY_OUT)
 
 
-# The server ----------------------------------------------------------------------------------------------------------
+# The server
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("setting", ["vllm_server_base_url", "vllm_server_port"])
@@ -334,14 +419,18 @@ def test_no_server(setting, train):
         "vllm_server_port": ("--vllm_server_host", "127.0.0.1", "--vllm_server_port", str(port)),
     }
     message = train("--vllm_mode", "server", *named[setting], "--vllm_server_timeout", "1")
-    assert message.startswith(f"No vLLM server answers at {url} after 1 seconds. Start one with `trl-qurl serve")
+    assert message.startswith(
+        f"No vLLM server answers at {url} after 1 seconds. Start one with `trl-qurl serve"
+    )
     assert message.endswith("or correct vllm_server_base_url.")
 
 
 @contextmanager
-def answering(config, workers=None, statuses=None, asked=None, silent=None, started=None, answers=None):
-    """
-    The address of a stub that says about itself what a vLLM server would, which takes half a minute to start.
+def answering(
+    config, workers=None, statuses=None, asked=None, silent=None, started=None, answers=None
+):
+    """The address of a stub that says about itself what a vLLM server would, which takes half a
+    minute to start.
 
     Args:
         config: vLLM's, or `None` for a server without development endpoints.
@@ -354,9 +443,17 @@ def answering(config, workers=None, statuses=None, asked=None, silent=None, star
     """
     is_ours = bool(config) and config["parallel_config"]["worker_extension_cls"] == WORKER_EXTENSION
     released = threading.Event()
-    known = {"/health": {}, "/v1/models": {"data": [{"id": "model"}]}, "/version": {"version": "0.31.0"}}
-    known |= {"/server_info": config and {"vllm_config": config}, "/collective_rpc": {"results": [workers]}}
-    known |= {"/reset_prefix_cache": {"success": True}, "/reset_encoder_cache": ""}  # an empty body, as vLLM's
+    known = {
+        "/health": {},
+        "/v1/models": {"data": [{"id": "model"}]},
+        "/version": {"version": "0.31.0"},
+    }
+    known |= {
+        "/server_info": config and {"vllm_config": config},
+        "/collective_rpc": {"results": [workers]},
+    }
+    # an empty body, as vLLM's
+    known |= {"/reset_prefix_cache": {"success": True}, "/reset_encoder_cache": ""}
     known |= answers or {}
 
     class Handler(JSONHandler):
@@ -383,16 +480,29 @@ def answering(config, workers=None, statuses=None, asked=None, silent=None, star
 @pytest.mark.xdist_group("server")
 def test_quantized_server_for_an_unquantized_run(train, int8_server):
     message = train(
-        "--vllm_mode", "server", "--vllm_server_base_url", int8_server.url, "--rollout_quantization", "none"
+        "--vllm_mode",
+        "server",
+        "--vllm_server_base_url",
+        int8_server.url,
+        "--rollout_quantization",
+        "none",
     )
-    assert "as rollout_quantization=None sends it: other formats, layers or another model: " in message
-    assert "first model.layers.0.mlp.down_proj.weight_scale (none here and int8, shape [128, 1] there)" in message
+    assert (
+        "as rollout_quantization=None sends it: other formats, layers or another model: " in message
+    )
+    assert (
+        "first model.layers.0.mlp.down_proj.weight_scale (none here and int8, shape [128, 1] there)"
+        in message
+    )
     assert "Restart it with `trl-qurl serve MODEL --scheme none`" in message
 
 
 DESCRIPTION = {"block_size": 16, "max_model_len": 64, "dtype": None}
 DESCRIPTION |= {"kv_cache_dtype": "auto", "max_lora_rank": 0}
-WITHOUT_NCCL = {"parallel_config": {"worker_extension_cls": WORKER_EXTENSION}, "weight_transfer_config": None}
+WITHOUT_NCCL = {
+    "parallel_config": {"worker_extension_cls": WORKER_EXTENSION},
+    "weight_transfer_config": None,
+}
 WITH_NCCL = WITHOUT_NCCL | {"weight_transfer_config": {"backend": "nccl"}}
 
 RANK_9 = "--use_peft --lora_r 9 --lora_target_modules all-linear"
@@ -404,15 +514,26 @@ WITHOUT = "start it without --enable-lora"
 # the server's format, what it says, arguments of `grpo`, parts of the error
 OTHER_SERVERS = {
     "unquantized": (
-        *(None, {}, "", "as rollout_quantization='w4a16' sends it: other formats, layers or another model: "),
-        "first model.layers.0.mlp.down_proj.weight_scale (w4a16, shape [128, 1] here and none there)",
+        *(
+            None,
+            {},
+            "",
+            "as rollout_quantization='w4a16' sends it: other formats, layers or another model: ",
+        ),
+        "first model.layers.0.mlp.down_proj.weight_scale (w4a16, shape [128, 1] here and none "
+        "there)",
         "Restart it with `trl-qurl serve MODEL --scheme w4a16`",
     ),
     "packed in another width": (
         *("w8a16", {}, "", "(w4a16, shape [128, 1] here and w8a16, shape [128, 1] there). Restart"),
     ),
     "cache": (
-        *("w4a16", {"kv_cache_dtype": "int8_per_token_head"}, "", "--kv-cache-dtype of the vLLM server at"),
+        *(
+            "w4a16",
+            {"kv_cache_dtype": "int8_per_token_head"},
+            "",
+            "--kv-cache-dtype of the vLLM server at",
+        ),
         "is 'int8_per_token_head', a format of the key-value cache",
     ),
     "no adapters": ("w4a16", {}, f"{RANK_9} --weight_sync adapter", NONE, START),
@@ -440,7 +561,14 @@ def test_server_that_was_started_for_another_run(name, train):
     weights = stream_of(tiny_model(), served)
     started = fingerprint(weights.plan.schemes, shapes_of(weights))
     with answering(WITHOUT_NCCL, DESCRIPTION | described, started=started) as url:
-        connection = ["--vllm_mode", "server", "--vllm_server_base_url", url, "--rollout_quantization", "w4a16"]
+        connection = [
+            "--vllm_mode",
+            "server",
+            "--vllm_server_base_url",
+            url,
+            "--rollout_quantization",
+            "w4a16",
+        ]
         message = train(*connection, *arguments.split())
     assert all(part in message for part in parts), message
 
@@ -451,10 +579,14 @@ def test_server_that_keeps_other_layers_in_16_bits(train, int8_server):
     # As many patterns as the server's, for other layers; then another pattern for the same layers.
     server = ("--vllm_mode", "server", "--vllm_server_base_url", int8_server.url)
     message = train(*server, "--quantization_ignore", "re:.*(lm_head|layers.1.*down_proj)")
-    first = "first model.layers.1.mlp.down_proj.weight_scale (none here and int8, shape [128, 1] there)"
+    first = (
+        "first model.layers.1.mlp.down_proj.weight_scale (none here and int8, shape [128, 1] there)"
+    )
     assert f"2 tensors differ, {first}. Restart it with `trl-qurl" in message
     weights = stream_of(tiny_model(), SCHEMES["int8"], ["re:.*head"])
-    ServedEngine(base_url=int8_server.url, plan=weights.plan, shapes=shapes_of(weights)).init_communicator("cpu")
+    ServedEngine(
+        base_url=int8_server.url, plan=weights.plan, shapes=shapes_of(weights)
+    ).init_communicator("cpu")
 
 
 def test_server_on_another_base():
@@ -474,7 +606,10 @@ def test_server_on_another_base():
 def test_server_that_cannot_load_weights(config):
     with answering(config) as url:
         client = ServedEngine(base_url=url)
-        with pytest.raises(ValueError, match=f"{url} cannot load weights: .*. Restart it with `trl-qurl serve MODEL"):
+        with pytest.raises(
+            ValueError,
+            match=f"{url} cannot load weights: .*. Restart it with `trl-qurl serve MODEL",
+        ):
             client.init_communicator("cpu")
 
 
@@ -482,8 +617,13 @@ def test_server_that_cannot_load_weights(config):
 def test_server_that_accepts_and_never_answers(path, train):
     asked = []
     with answering(None, asked=asked, silent=path) as url:
-        message = train("--vllm_mode", "server", "--vllm_server_base_url", url, "--vllm_request_timeout", "1")
-    assert f"{url} did not answer {path} within 1 seconds: it hangs, or needs a larger vllm_request_timeout" in message
+        message = train(
+            "--vllm_mode", "server", "--vllm_server_base_url", url, "--vllm_request_timeout", "1"
+        )
+    assert (
+        f"{url} did not answer {path} within 1 seconds: it hangs, or needs a larger "
+        "vllm_request_timeout" in message
+    )
     assert asked.count(path) == 1, "a request that timed out was repeated"
 
 
@@ -503,7 +643,9 @@ def test_only_our_client_waits_for_the_server():
 def test_server_that_wants_a_key():
     with answering(None, statuses={"/collective_rpc": 401}) as url:
         client = ServedEngine(base_url=url)
-        with pytest.raises(ServerError, match=f"{url} requires an API key: set VLLM_API_KEY for the trainer"):
+        with pytest.raises(
+            ServerError, match=f"{url} requires an API key: set VLLM_API_KEY for the trainer"
+        ):
             client.version()
 
 
@@ -531,7 +673,9 @@ def test_requests_stop_after_one_has_failed():
     failing = {"statuses": {"/v1/completions": 500}, "answers": {"/v1/completions": error}}
     with answering(None, asked=asked, **failing) as url:
         client = ServedEngine(base_url=url)
-        with pytest.raises(ServerError, match="answered /v1/completions with HTTP 500: check the .*EngineDeadError"):
+        with pytest.raises(
+            ServerError, match="answered /v1/completions with HTTP 500: check the .*EngineDeadError"
+        ):
             client.generate([[1, 2]] * 500)
     assert asked.count("/v1/completions") <= 64
 

@@ -1,4 +1,6 @@
-"""`trl-qurl eval`: questions, confidence intervals, and answers that are kept when the process ends."""
+"""`trl-qurl eval`: questions, confidence intervals, and answers that are kept when the process
+ends.
+"""
 
 import json
 import math
@@ -29,19 +31,24 @@ answer_sheets = st.integers(1, 5).flatmap(
 )
 
 
-# Scores --------------------------------------------------------------------------------------------------------------
+# Scores
+# --------------------------------------------------------------------------------------------------
 
 
 @given(answer_sheets)
 def test_the_average_lies_within_its_interval(sheet):
     estimate = average_at_k(sheet)
     assert estimate.value == pytest.approx(sum(map(sum, sheet)) / sum(map(len, sheet)))
-    assert 0 <= estimate.low <= estimate.value + 1e-12 and estimate.value - 1e-12 <= estimate.high <= 1
+    assert (
+        0 <= estimate.low <= estimate.value + 1e-12 and estimate.value - 1e-12 <= estimate.high <= 1
+    )
     assert estimate.high > estimate.low, "no number of answers makes an interval of nothing"
 
 
 def test_the_interval_is_agresti_and_coulls():
-    """10 of 30 right: (10 + 2) / (30 + 4) = 12/34, and z * sqrt(12/34 * 22/34 / 34) to each side."""
+    """10 of 30 right: (10 + 2) / (30 + 4) = 12/34, and z *
+    sqrt(12/34 * 22/34 / 34) to each side.
+    """
     estimate = average_at_k([[question < 10] for question in range(30)])
     half = Z95 * math.sqrt(12 / 34 * 22 / 34 / 34)
     assert estimate.value == pytest.approx(1 / 3)
@@ -60,13 +67,15 @@ def test_95_percent_of_the_intervals_cover_the_truth():
         estimate = paired_difference([[u < 0.6] for u in draws], [[u < 0.5] for u in draws])
         differences += estimate.low <= 0.1 <= estimate.high
     # Twice the standard error of a share of .95 among 400 is .022.
-    assert averages / 400 == pytest.approx(0.95, abs=0.03) and differences / 400 == pytest.approx(0.95, abs=0.03)
+    assert averages / 400 == pytest.approx(0.95, abs=0.03) and differences / 400 == pytest.approx(
+        0.95, abs=0.03
+    )
 
 
 def test_a_difference_is_paired():
     ours, theirs = [[True], [True], [False], [True]], [[True], [False], [False], [True]]
-    # Differences 0, 1, 0, 0. With two more questions: mean 1/6, mean square (1 + 1) / 6, variance 1/3 - 1/36 = 11/36,
-    # standard error sqrt(11/36 / 6).
+    # Differences 0, 1, 0, 0. With two more questions: mean 1/6, mean square (1 + 1) / 6, variance
+    # 1/3 - 1/36 = 11/36, standard error sqrt(11/36 / 6).
     estimate = paired_difference(ours, theirs)
     half = Z95 * math.sqrt(11 / 36 / 6)
     assert estimate.value == 0.25
@@ -74,12 +83,15 @@ def test_a_difference_is_paired():
     mirrored = paired_difference(theirs, ours)
     assert (mirrored.value, mirrored.low, mirrored.high) == (-0.25, -estimate.high, -estimate.low)
     nothing = paired_difference(ours, ours)
-    assert nothing.value == 0 and nothing.low < 0 < nothing.high, "four questions prove no two models equal"
+    assert nothing.value == 0 and nothing.low < 0 < nothing.high, (
+        "four questions prove no two models equal"
+    )
     with pytest.raises(ValueError):
         paired_difference(ours[:3], theirs)
 
 
-# Tasks ---------------------------------------------------------------------------------------------------------------
+# Tasks
+# --------------------------------------------------------------------------------------------------
 
 
 def write_questions(path, count_=4, answer="7"):
@@ -144,7 +156,10 @@ def answer(question, correct=True, **changed):
 )
 def test_bad_arguments_are_refused_first(options, message, tmp_path, capsys):
     out = tmp_path / "out"
-    assert cli.main(["eval", "absent", "--tasks", "absent/set", "--output-dir", str(out), *options]) == 2
+    assert (
+        cli.main(["eval", "absent", "--tasks", "absent/set", "--output-dir", str(out), *options])
+        == 2
+    )
     assert message in capsys.readouterr().err and not out.exists()
 
 
@@ -152,29 +167,53 @@ def test_formats_by_pattern_have_answers_of_their_own(tmp_path, monkeypatch, cap
     save_tiny(tmp_path / "model")
     write_questions(tmp_path / "sums.jsonl", 1)
     asked = []
-    monkeypatch.setattr(worker, "answer_once", lambda job, path: asked.append((job.label, path.name)) or [answer(0)])
+    monkeypatch.setattr(
+        worker, "answer_once", lambda job, path: asked.append((job.label, path.name)) or [answer(0)]
+    )
     monkeypatch.setenv("TRL_QURL_CACHE", str(tmp_path))
-    command = ["eval", str(tmp_path / "model"), "--tasks", str(tmp_path / "sums.jsonl"), "--output-dir", str(tmp_path)]
-    for formats in ("none,int8", '{"re:.*q_proj": "none", "re:.*down_proj": "int8"}', '{"re:.*down_proj": "int8"}'):
+    command = [
+        "eval",
+        str(tmp_path / "model"),
+        "--tasks",
+        str(tmp_path / "sums.jsonl"),
+        "--output-dir",
+        str(tmp_path),
+    ]
+    for formats in (
+        "none,int8",
+        '{"re:.*q_proj": "none", "re:.*down_proj": "int8"}',
+        '{"re:.*down_proj": "int8"}',
+    ):
         assert cli.main([*command, "--scheme", formats]) == 0, capsys.readouterr().err
     [first, *_] = sorted(path for path in tmp_path.glob("model-int8-*") if path.is_dir())
-    assert cli.main(["eval", str(first), *command[2:4], "--output-dir", str(tmp_path / "stored")]) == 0
+    assert (
+        cli.main(["eval", str(first), *command[2:4], "--output-dir", str(tmp_path / "stored")]) == 0
+    )
     labels, names = zip(*asked, strict=True)
-    assert labels == ("BF16", "INT8", "INT8", "INT8", "as stored") and names[:2] == ("none.jsonl", "int8.jsonl")
+    assert labels == ("BF16", "INT8", "INT8", "INT8", "as stored") and names[:2] == (
+        "none.jsonl",
+        "int8.jsonl",
+    )
     assert len({*names}) == 4 and all(name.startswith("model-int8-") for name in names[2:4])
 
 
-# Figures -------------------------------------------------------------------------------------------------------------
+# Figures
+# --------------------------------------------------------------------------------------------------
 
 
 def test_figures_are_counts_of_the_answers():
     pairs = list(product(range(4), range(2)))
-    answers = [answer(q, correct=(q + s) % 3 == 0, tokens=10 * q + s, finished=s > 0) for q, s in pairs]
+    answers = [
+        answer(q, correct=(q + s) % 3 == 0, tokens=10 * q + s, finished=s > 0) for q, s in pairs
+    ]
     wrong = [answer(q, correct=False) for q in range(4) for _ in range(2)]
     first, second = summarize({"BF16": answers, "INT8": wrong})
     # Right: (0,0), (2,1), (3,0): three of eight.
     assert (first.accuracy.value, first.questions, first.difference) == (3 / 8, 4, None)
-    assert first.tokens == sum(10 * q + s for q in range(4) for s in range(2)) / 8 and first.finished == 0.5
+    assert (
+        first.tokens == sum(10 * q + s for q in range(4) for s in range(2)) / 8
+        and first.finished == 0.5
+    )
     assert second.difference.value == -3 / 8 and second.accuracy.value == 0
     table = build_table([first, second], "some/model")
     shown = list(zip(*(list(column.cells) for column in table.columns), strict=True))
@@ -183,7 +222,8 @@ def test_figures_are_counts_of_the_answers():
     assert shown[0][3] == "" and shown[1][3].startswith("-37.5 [")
 
 
-# The whole thing -----------------------------------------------------------------------------------------------------
+# The whole thing
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +233,17 @@ def evaluated(warm_python, tmp_path_factory):
     save_tiny(directory / "model", max_position_embeddings=256)
     write_questions(directory / "sums.jsonl", 6)
     write_questions(directory / "more.jsonl", 4)
-    done = run_eval(warm_python, directory, "whole", "--scheme", "none,int8", "--samples", "4", "--temperature", "1")
+    done = run_eval(
+        warm_python,
+        directory,
+        "whole",
+        "--scheme",
+        "none,int8",
+        "--samples",
+        "4",
+        "--temperature",
+        "1",
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return directory, done
 
@@ -201,7 +251,8 @@ def evaluated(warm_python, tmp_path_factory):
 def command(python, directory, name, *extra):
     start = [python, "-m", "trl_qurl", "eval", str(directory / "model"), "--max-tokens", "48"]
     start += ["--tasks", f"{directory / 'sums.jsonl'},{directory / 'more.jsonl'}"]
-    # Fewer tokens than the prompts have together, as with many questions: no prompt may be read in parts on a CPU.
+    # Fewer tokens than the prompts have together, as with many questions: no prompt may be read in
+    # parts on a CPU.
     engine = json.dumps({**ENGINE, "max_num_batched_tokens": 128})
     return [*start, "--engine-kwargs", engine, "--output-dir", str(directory / name), *extra]
 
@@ -212,7 +263,9 @@ def environment(directory):
 
 def run_eval(python, directory, name, *extra):
     start = command(python, directory, name, *extra)
-    return subprocess.run(start, env=environment(directory), capture_output=True, text=True, timeout=400)
+    return subprocess.run(
+        start, env=environment(directory), capture_output=True, text=True, timeout=400
+    )
 
 
 @pytest.mark.vllm
@@ -220,13 +273,26 @@ def run_eval(python, directory, name, *extra):
 def test_two_formats_side_by_side(evaluated):
     directory, done = evaluated
     content = json.loads((directory / "whole" / "results.json").read_text())
-    shown = [(result["task"], result["format"], result["questions"]) for result in content["results"]]
-    assert shown == [("sums", "BF16", 6), ("sums", "INT8", 6), ("more", "BF16", 4), ("more", "INT8", 4)]
+    shown = [
+        (result["task"], result["format"], result["questions"]) for result in content["results"]
+    ]
+    assert shown == [
+        ("sums", "BF16", 6),
+        ("sums", "INT8", 6),
+        ("more", "BF16", 4),
+        ("more", "INT8", 4),
+    ]
     for result in content["results"]:
-        answers = read_answers(directory / "whole" / f"{'none' if result['format'] == 'BF16' else 'int8'}.jsonl")
+        answers = read_answers(
+            directory / "whole" / f"{'none' if result['format'] == 'BF16' else 'int8'}.jsonl"
+        )
         answers = [answer for answer in answers if answer["task"] == result["task"]]
-        assert [answer["question"] for answer in answers] == [q for q in range(result["questions"]) for _ in range(4)]
-        assert result["accuracy"]["value"] == statistics.fmean(answer["correct"] for answer in answers)
+        assert [answer["question"] for answer in answers] == [
+            q for q in range(result["questions"]) for _ in range(4)
+        ]
+        assert result["accuracy"]["value"] == statistics.fmean(
+            answer["correct"] for answer in answers
+        )
         assert result["tokens"] == statistics.fmean(answer["tokens"] for answer in answers)
         assert (result["difference"] is None) == (result["format"] == "BF16")
     texts = [answer["text"] for answer in read_answers(directory / "whole" / "none.jsonl")]
@@ -245,7 +311,9 @@ def test_finished_formats_are_not_repeated(evaluated, monkeypatch, capsys):
     """Formats with answers do not start an engine again."""
     directory, _ = evaluated
     monkeypatch.setenv("TRL_QURL_CACHE", str(directory / "cache"))
-    monkeypatch.setattr(worker, "call_in_child", lambda *args, **kwargs: pytest.fail("a process started"))
+    monkeypatch.setattr(
+        worker, "call_in_child", lambda *args, **kwargs: pytest.fail("a process started")
+    )
     sampled = ["--samples", "4", "--temperature", "1"]
     again = command("", directory, "whole", *sampled)[3:]
     assert cli.main([*again, "--scheme", "int8,none"]) == 0
@@ -271,14 +339,19 @@ def test_heads_without_a_kernel_are_refused(tmp_path):
 
 
 def test_evaluation_says_how_answers_are_compared(tmp_path, monkeypatch, capsys):
-    (tmp_path / "q.jsonl").write_text('{"question": "q", "answer": "Paris"}\n{"question": "q", "answer": "4"}\n')
+    (tmp_path / "q.jsonl").write_text(
+        '{"question": "q", "answer": "Paris"}\n{"question": "q", "answer": "4"}\n'
+    )
     task = load_task(str(tmp_path / "q.jsonl"))
     [right, wrong] = [
-        SimpleNamespace(token_ids=[1], finish_reason="stop", text=rf"\boxed{{{t}}}") for t in ("paris", "5")
+        SimpleNamespace(token_ids=[1], finish_reason="stop", text=rf"\boxed{{{t}}}")
+        for t in ("paris", "5")
     ]
     outputs = [SimpleNamespace(outputs=[completion]) for completion in (right, wrong)]
     llm = SimpleNamespace(generate=lambda prompts, params: outputs)
-    answers = list(answer_task(llm, task, [[1], [1]], Job("BF16", "", [task], {"max_tokens": 8}, 0, {})))
+    answers = list(
+        answer_task(llm, task, [[1], [1]], Job("BF16", "", [task], {"max_tokens": 8}, 0, {}))
+    )
     assert [answer.correct for answer in answers] == [True, False]
     assert capsys.readouterr().out == "BF16: q, 2 questions, 1 compared as text\n"
 
@@ -288,7 +361,9 @@ def test_prompts_are_made_with_the_arguments_for_the_chat_template(tmp_path, mon
     template = "{{ messages[0]['content'] }}{% if not enable_thinking %}[no]{% endif %}"
     save_tiny(tmp_path, template, max_position_embeddings=256)
     task = load_task(write_questions(tmp_path / "sums.jsonl", 1))
-    job = Job("BF16", str(tmp_path), [task], {"max_tokens": 8}, 0, {}, ENGINE, {"enable_thinking": False})
+    job = Job(
+        "BF16", str(tmp_path), [task], {"max_tokens": 8}, 0, {}, ENGINE, {"enable_thinking": False}
+    )
     [tokens] = start_engine(job)[0]["sums"]
     assert tiny_tokenizer().decode(tokens).replace(" ", "").endswith("[no]")
 
@@ -315,7 +390,8 @@ def test_a_callback_with_bad_settings_is_refused(settings, message, tmp_path):
         TaskEvaluationCallback(**{"tasks": write_questions(tmp_path / "sums.jsonl", 2), **settings})
 
 
-# Memory --------------------------------------------------------------------------------------------------------------
+# Memory
+# --------------------------------------------------------------------------------------------------
 
 
 def test_an_engine_on_a_cpu_takes_memory_that_is_free(tmp_path, monkeypatch, capsys):
@@ -331,5 +407,10 @@ def test_an_engine_on_a_cpu_takes_memory_that_is_free(tmp_path, monkeypatch, cap
     default, share, chosen = (arguments.get("kv_cache_memory_bytes") for arguments in started)
     assert default == hardware.MIN_CACHE, "a short answer of a tiny model needs no more"
     first, _, third = capsys.readouterr().out.splitlines()
-    assert (first, third) == ("Starting vLLM with BF16", "Starting vLLM with BF16, compiling: about a minute, once")
-    assert share is None and chosen == ENGINE["kv_cache_memory_bytes"], "what the user has chosen comes first"
+    assert (first, third) == (
+        "Starting vLLM with BF16",
+        "Starting vLLM with BF16, compiling: about a minute, once",
+    )
+    assert share is None and chosen == ENGINE["kv_cache_memory_bytes"], (
+        "what the user has chosen comes first"
+    )

@@ -1,4 +1,6 @@
-"""Examples and commands, run as users run them for two steps of a tiny model with random weights."""
+"""Examples and commands, run as users run them for two steps of
+a tiny model with random weights.
+"""
 
 import json
 import re
@@ -42,7 +44,10 @@ def model(tmp_path_factory):
 @pytest.fixture
 def questions(tmp_path):
     path = tmp_path / "questions.jsonl"
-    rows = [{"question": f"What is {number} + 1?", "answer": f"#### {number + 1}"} for number in range(8)]
+    rows = [
+        {"question": f"What is {number} + 1?", "answer": f"#### {number + 1}"}
+        for number in range(8)
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -55,7 +60,9 @@ def run(command, settings, directory):
 
 
 def assert_trained(directory, start, steps):
-    state = json.loads((directory / "policy" / f"checkpoint-{steps}" / "trainer_state.json").read_text())
+    state = json.loads(
+        (directory / "policy" / f"checkpoint-{steps}" / "trainer_state.json").read_text()
+    )
     assert state["global_step"] == steps
     policy = AutoModelForCausalLM.from_pretrained(directory / "policy", dtype="float32")
     assert policy.config.uaq_scale == 1.5
@@ -74,9 +81,14 @@ def hub(model, tmp_path):
     (tmp_path / "Qwen" / "Qwen2.5-0.5B-Instruct").symlink_to(model)
     data = tmp_path / "openai" / "gsm8k"
     data.mkdir(parents=True)
-    rows = [{"question": f"What is {number} + 1?", "answer": f"It is.\n#### {number + 1}"} for number in range(8)]
+    rows = [
+        {"question": f"What is {number} + 1?", "answer": f"It is.\n#### {number + 1}"}
+        for number in range(8)
+    ]
     (data / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (data / "README.md").write_text("---\nconfigs:\n- config_name: main\n  data_files: train.jsonl\n---\n")
+    (data / "README.md").write_text(
+        "---\nconfigs:\n- config_name: main\n  data_files: train.jsonl\n---\n"
+    )
 
 
 # No update: rewards are 0 for a random model, unless luck has it.
@@ -90,11 +102,23 @@ def test_two_steps_of_the_grpo_script(model, hub, warm_python, tmp_path):
 
 def test_the_code_of_the_readme_trains(hub, warm_python, tmp_path):
     [block] = blocks(ROOT / "README.md", "python")
-    changed = {"max_steps": 1, **{name: SETTINGS[name] for name in SETTINGS if name not in ("report_to", "uaq_scale")}}
+    changed = {
+        "max_steps": 1,
+        **{name: SETTINGS[name] for name in SETTINGS if name not in ("report_to", "uaq_scale")},
+    }
     settings = ", ".join(f"{name}={value!r}" for name, value in (ON_CPU | changed).items())
-    given = "steps_per_generation=16,\n        gradient_accumulation_steps=4,\n        max_completion_length=512,"
+    given = (
+        "steps_per_generation=16,\n        gradient_accumulation_steps=4,\n        "
+        "max_completion_length=512,"
+    )
     assert given in block.code
-    completed(warm_python, "-c", block.code.replace(given, f"{settings},"), cwd=tmp_path, VLLM_LOGGING_LEVEL="ERROR")
+    completed(
+        warm_python,
+        "-c",
+        block.code.replace(given, f"{settings},"),
+        cwd=tmp_path,
+        VLLM_LOGGING_LEVEL="ERROR",
+    )
     assert (tmp_path / "policy" / "checkpoint-1" / "trainer_state.json").exists()
 
 
@@ -105,9 +129,13 @@ def test_the_code_of_the_tutorial_trains_and_evaluates(model, warm_python, tmp_p
     changed = {"bf16": False, "vllm_max_model_length": 1024, "vllm_engine_kwargs": ENGINE}
     settings = ", ".join(f"{name}={value!r}" for name, value in changed.items())
     code = block.code.replace(given, f'"policy",\n        max_steps=4,\n        {settings},')
-    done = completed(warm_python, "-c", code, cwd=tmp_path, MODEL=str(model), VLLM_LOGGING_LEVEL="ERROR")
+    done = completed(
+        warm_python, "-c", code, cwd=tmp_path, MODEL=str(model), VLLM_LOGGING_LEVEL="ERROR"
+    )
     assert re.search(r"^held out: 0\.\d\d -> 0\.\d\d$", done.stdout, re.MULTILINE)
-    assert (tmp_path / "policy" / "model.safetensors").exists(), "what the page quantizes and serves"
+    assert (tmp_path / "policy" / "model.safetensors").exists(), (
+        "what the page quantizes and serves"
+    )
 
 
 def test_two_steps_of_the_ppo_script_with_accelerate_launch(model, hub, warm_python, tmp_path):
@@ -118,12 +146,28 @@ def test_two_steps_of_the_ppo_script_with_accelerate_launch(model, hub, warm_pyt
     assert critic.config.num_labels == 1
 
 
-def test_the_command_with_a_settings_file_and_own_questions(model, questions, warm_python, tmp_path):
+def test_the_command_with_a_settings_file_and_own_questions(
+    model, questions, warm_python, tmp_path
+):
     """Works without a GPU and without use_cpu or bf16 in the settings."""
-    settings = {"model_name_or_path": str(model), "dataset": str(questions), "max_steps": 1, "learning_rate": 0.0}
-    printed = run([warm_python, BIN / "trl-qurl", "grpo"], settings | {"rollout_quantization": "none"}, tmp_path)
+    settings = {
+        "model_name_or_path": str(model),
+        "dataset": str(questions),
+        "max_steps": 1,
+        "learning_rate": 0.0,
+    }
+    printed = run(
+        [warm_python, BIN / "trl-qurl", "grpo"],
+        settings | {"rollout_quantization": "none"},
+        tmp_path,
+    )
     policy = tmp_path / "policy"
     assert f"Policy saved to {policy}\nNext: trl-qurl eval {policy} --tasks FILE" in printed.stdout
-    assert "INFO: Starting vLLM.\n" in printed.stderr and "Writing model shards" not in printed.stderr  # eager; no bar
-    assert printed.stderr.count("No accelerator found: training on the CPU") == (not torch.accelerator.is_available())
+    # eager; no bar
+    assert (
+        "INFO: Starting vLLM.\n" in printed.stderr and "Writing model shards" not in printed.stderr
+    )
+    assert printed.stderr.count("No accelerator found: training on the CPU") == (
+        not torch.accelerator.is_available()
+    )
     assert_trained(tmp_path, model, steps=1)

@@ -1,4 +1,5 @@
-"""Faults of a real server: the run continues with equal results, or stops with one sentence and a new run works.
+"""Faults of a real server: the run continues with equal results, or stops with one sentence and a
+new run works.
 
 tests/reliability.md and docs/reliability.md list the same faults.
 """
@@ -12,7 +13,15 @@ from pathlib import Path
 
 import pytest
 from conftest import SCENARIOS, child_environment, group_members, kill_group
-from support.deployment import COMPUTED, answering_500, at_step, before, history, interrupt, recoveries
+from support.deployment import (
+    COMPUTED,
+    answering_500,
+    at_step,
+    before,
+    history,
+    interrupt,
+    recoveries,
+)
 from support.disks import mounted
 from tiny import tiny_model
 
@@ -32,7 +41,9 @@ def undisturbed(deployment):
     trainer = deployment.trainer()
     trainer.train()
     assert recoveries(trainer) == 0
-    assert all(grad_norm > 0 for _, grad_norm, *_ in history(trainer)), "there is nothing to compare"
+    assert all(grad_norm > 0 for _, grad_norm, *_ in history(trainer)), (
+        "there is nothing to compare"
+    )
     assert all(value is not None for row in history(trainer)[1:] for value in row)
     return history(trainer)
 
@@ -44,7 +55,11 @@ def held_version(deployment):
 def test_not_up_yet_is_waited_for(deployment, caplog):
     threading.Timer(3.0, deployment.start).start()
     trainer = deployment.trainer(vllm_server_timeout=240.0)
-    waited = [record.getMessage() for record in caplog.records if record.getMessage().startswith("Waiting")]
+    waited = [
+        record.getMessage()
+        for record in caplog.records
+        if record.getMessage().startswith("Waiting")
+    ]
     assert waited == [f"Waiting up to 240 seconds for the vLLM server at {deployment.server.url}."]
     trainer.train()
     assert trainer.state.global_step == 4
@@ -56,7 +71,9 @@ def test_hangs_too_long(deployment, monkeypatch):
     trainer = deployment.trainer(vllm_request_timeout=10.0)
     trainer.add_callback(at_step(2, functools.partial(deployment.hang, 12.0)))
     started = time.monotonic()
-    with pytest.raises(ServerError, match="did not answer /.* within 10 seconds: it hangs, or needs a larger vllm_"):
+    with pytest.raises(
+        ServerError, match="did not answer /.* within 10 seconds: it hangs, or needs a larger vllm_"
+    ):
         trainer.train()
     assert time.monotonic() - started < 60, "a hanging server was waited for again and again"
     deployment.up()
@@ -68,7 +85,9 @@ def test_hangs_for_a_while(deployment, undisturbed, method):
     deployment.up()
     trainer = deployment.trainer(vllm_request_timeout=2.0)
     client = trainer.vllm_generation.vllm_client
-    trainer.add_callback(at_step(2, lambda: interrupt(client, method, functools.partial(deployment.hang, 3.0))))
+    trainer.add_callback(
+        at_step(2, lambda: interrupt(client, method, functools.partial(deployment.hang, 3.0)))
+    )
     trainer.train()
     assert recoveries(trainer) >= 1
     assert history(trainer) == undisturbed
@@ -82,7 +101,9 @@ def test_the_noise_follows_from_the_seed_and_the_step(deployment):
         trainer.state.global_step = step
         trainer.vllm_generation.sync_weights()
         client = trainer.vllm_generation.vllm_client
-        first, second = (client.generate([[40, 41]], max_tokens=12)["completion_ids"] for _ in range(2))
+        first, second = (
+            client.generate([[40, 41]], max_tokens=12)["completion_ids"] for _ in range(2)
+        )
         assert first != second
         return first, second
 
@@ -90,7 +111,9 @@ def test_the_noise_follows_from_the_seed_and_the_step(deployment):
     noise = [sampled(trainer, 3), sampled(trainer, 4), sampled(other, 3)]
     assert len({str(tokens) for tokens in noise}) == 3
     deployment.lose_and_wait()
-    assert sampled(deployment.trainer(seed=1), 3) == noise[0], "a server that was started again, or a resumed run"
+    assert sampled(deployment.trainer(seed=1), 3) == noise[0], (
+        "a server that was started again, or a resumed run"
+    )
 
 
 def test_two_trainers_on_one_server(deployment):
@@ -110,7 +133,9 @@ def test_wrong_model_on_the_server(deployment):
     deployment.up()
     # Neither of other width or depth, nor with the same tensors and another function.
     for overrides in ({"hidden_size": 64, "num_attention_heads": 2}, {"num_hidden_layers": 3}):
-        with pytest.raises(ValueError, match="other formats, layers or another model: .* tensors differ, first"):
+        with pytest.raises(
+            ValueError, match="other formats, layers or another model: .* tensors differ, first"
+        ):
             deployment.trainer(model=tiny_model(**overrides))
     with pytest.raises(SyncError, match="log-probabilities of the probe differ"):
         deployment.trainer(model=tiny_model(rms_norm_eps=1.0)).train()
@@ -127,9 +152,13 @@ def test_full_disk(deployment, tmp_path):
                 file.write(bytes(2**22))
 
         trainer.add_callback(at_step(2, fill))
-        with pytest.raises(OSError, match="cannot be written .*No space left on device.*free space there"):
+        with pytest.raises(
+            OSError, match="cannot be written .*No space left on device.*free space there"
+        ):
             trainer.train()
-        assert held_version(deployment).endswith("step1-sync2"), "the server loaded a checkpoint that is not complete"
+        assert held_version(deployment).endswith("step1-sync2"), (
+            "the server loaded a checkpoint that is not complete"
+        )
         check_unused(Path(trainer.args.output_dir))  # the next run may train there
         left = {path.parent.name for path in disk.rglob("*.safetensors")}
         assert left == {"sync-2"}, "half a checkpoint was left where the server could read it"
@@ -137,7 +166,10 @@ def test_full_disk(deployment, tmp_path):
 
 def test_trainer_is_killed_during_a_sync(deployment):
     server = deployment.up()
-    config = {**deployment.config(max_steps=40, save_strategy="steps", save_steps=1), "per_device_train_batch_size": 8}
+    config = {
+        **deployment.config(max_steps=40, save_strategy="steps", save_steps=1),
+        "per_device_train_batch_size": 8,
+    }
     directory = deployment.directory / "killed"
     others = {*deployment.rollouts.glob("*/[0-9]")}  # of other tests' trainers, not yet freed
     command = [deployment.python, SCENARIOS / "train.py", directory, "--model", deployment.model]
@@ -160,7 +192,9 @@ def test_trainer_is_killed_during_a_sync(deployment):
     for path in left:
         (path / "left-behind").touch()
     resumed = deployment.trainer(max_steps=4)
-    assert not list(deployment.rollouts.glob("*/*/left-behind")), "the killed run's files are still in memory"
+    assert not list(deployment.rollouts.glob("*/*/left-behind")), (
+        "the killed run's files are still in memory"
+    )
     resumed.train(resume_from_checkpoint=str(directory / "checkpoint-2"))
     assert resumed.state.global_step == 4
     assert server.process.poll() is None
@@ -169,10 +203,13 @@ def test_trainer_is_killed_during_a_sync(deployment):
 
 def test_restarts_with_old_weights(deployment, undisturbed):
     deployment.up()
-    trainer = deployment.trainer(sync_check_interval=0)  # only the sync after the recovery is checked
+    # only the sync after the recovery is checked
+    trainer = deployment.trainer(sync_check_interval=0)
     # Between a sync and the generation that relies on it.
     generation = trainer.vllm_generation
-    trainer.add_callback(at_step(2, lambda: interrupt(generation, "generate", deployment.lose_and_wait)))
+    trainer.add_callback(
+        at_step(2, lambda: interrupt(generation, "generate", deployment.lose_and_wait))
+    )
     trainer.train()
     assert recoveries(trainer) == 1
     assert history(trainer) == undisturbed
@@ -197,20 +234,38 @@ def test_dies(deployment, undisturbed, method, lose, says, caplog):
     trainer.train()
     assert recoveries(trainer) == 1
     assert history(trainer) == undisturbed
-    said = [record.getMessage() for record in caplog.records if "Recovery 1 of at most 3" in record.getMessage()]
+    said = [
+        record.getMessage()
+        for record in caplog.records
+        if "Recovery 1 of at most 3" in record.getMessage()
+    ]
     assert len(said) == 1 and f"server at {deployment.server.url} " in said[0] and says in said[0]
 
 
 def test_two_processes_recover_together(deployment, train, tmp_path):
     config = {name: value for name, value in deployment.config().items() if name != "max_steps"}
-    arguments = [tmp_path, "--model", deployment.model, "--config", json.dumps(config), "--request-seed", "7"]
+    arguments = [
+        tmp_path,
+        "--model",
+        deployment.model,
+        "--config",
+        json.dumps(config),
+        "--request-seed",
+        "7",
+    ]
     server = deployment.up().process.pid
-    undisturbed, disturbed = train(arguments, [*arguments, "--kill-before-generation", server], processes=2)
+    undisturbed, disturbed = train(
+        arguments, [*arguments, "--kill-before-generation", server], processes=2
+    )
     assert disturbed["processes"] == 2
-    rows = [[row for row in record["history"] if "loss" in row] for record in (undisturbed, disturbed)]
+    rows = [
+        [row for row in record["history"] if "loss" in row] for record in (undisturbed, disturbed)
+    ]
     computed = [[[row.get(name) for name in COMPUTED] for row in run] for run in rows]
     assert computed[0] == computed[1] and len(computed[0]) == 4
-    assert [sum(row["sync/recoveries"] for row in run if "sync/recoveries" in row) for run in rows] == [0, 1]
+    assert [
+        sum(row["sync/recoveries"] for row in run if "sync/recoveries" in row) for run in rows
+    ] == [0, 1]
 
 
 def test_answers_500_three_times(deployment, undisturbed):
@@ -218,7 +273,9 @@ def test_answers_500_three_times(deployment, undisturbed):
     failures = {}
     with answering_500(deployment, failures) as url:
         trainer = deployment.trainer(vllm_server_base_url=url)
-        trainer.add_callback(at_step(1, lambda: failures.update({"/v1/completions": 2, "/collective_rpc": 1})))
+        trainer.add_callback(
+            at_step(1, lambda: failures.update({"/v1/completions": 2, "/collective_rpc": 1}))
+        )
         trainer.train()
     assert failures == {"/v1/completions": 0, "/collective_rpc": 0} and recoveries(trainer) == 3
     assert history(trainer) == undisturbed
@@ -228,6 +285,8 @@ def test_is_gone_for_good(deployment):
     server = deployment.up()
     trainer = deployment.trainer(vllm_server_timeout=3.0)
     trainer.add_callback(at_step(2, deployment.close))
-    with pytest.raises(ServerLostError, match=f"No vLLM server answers at {server.url} after 3 s.*Before that: "):
+    with pytest.raises(
+        ServerLostError, match=f"No vLLM server answers at {server.url} after 3 s.*Before that: "
+    ):
         trainer.train()
     assert trainer.state.global_step == 2

@@ -1,4 +1,6 @@
-"""What only a GPU can show: `trl-qurl doctor` in every format, rounding on the GPU, and settings that need one."""
+"""What only a GPU can show: `trl-qurl doctor` in every format, rounding on the GPU, and settings
+that need one.
+"""
 
 import json
 import subprocess
@@ -32,7 +34,8 @@ SETTINGS = {
 def lines():
     """The whole report, by the names of its lines."""
     environment = child_environment(PYTHONPATH=str(ROOT))
-    for name in ("OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE", "MASTER_PORT"):  # which would hide what graphs do
+    # which would hide what graphs do
+    for name in ("OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE", "MASTER_PORT"):
         environment.pop(name, None)
     command = [sys.executable, "-m", "trl_qurl", "doctor", "--json", "--scheme", ",".join(FORMATS)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)

@@ -15,23 +15,37 @@ pytest.importorskip("math_verify")
 
 @pytest.fixture(scope="module")
 def grade(tmp_path_factory):
-    """Grades texts as a recipe does: answers from a file, the reward by its name, completions as conversations."""
+    """Grades texts as a recipe does: answers from a file, the reward by its name, completions as
+    conversations.
+    """
     [reward] = load_rewards(["accuracy_reward"])
     path = tmp_path_factory.mktemp("grading") / "questions.jsonl"
 
     def graded(answers, texts):
-        path.write_text("".join(json.dumps({"question": "q", "answer": answer}) + "\n" for answer in answers))
+        path.write_text(
+            "".join(json.dumps({"question": "q", "answer": answer}) + "\n" for answer in answers)
+        )
         questions = load_questions(str(path))
         completions = [[{"role": "assistant", "content": text}] for text in texts]
-        return reward(prompts=questions["prompt"][:], completions=completions, solution=questions["solution"][:])
+        return reward(
+            prompts=questions["prompt"][:],
+            completions=completions,
+            solution=questions["solution"][:],
+        )
 
     return graded
 
 
 def test_the_table_of_right_and_wrong(grade):
-    rewards = grade([answer for answer, *_ in PAIRS], [f"So it is $\\boxed{{{box}}}$." for _, box, *_ in PAIRS])
+    rewards = grade(
+        [answer for answer, *_ in PAIRS], [f"So it is $\\boxed{{{box}}}$." for _, box, *_ in PAIRS]
+    )
     verdicts = ["right" if reward == 1.0 else "wrong" for reward in rewards]
-    missed = [(*pair, verdict) for pair, verdict in zip(PAIRS, verdicts, strict=True) if pair[2] != verdict]
+    missed = [
+        (*pair, verdict)
+        for pair, verdict in zip(PAIRS, verdicts, strict=True)
+        if pair[2] != verdict
+    ]
     assert missed == [] and set(rewards) == {0.0, 1.0}
 
 
@@ -41,7 +55,20 @@ def test_every_answer_of_the_table_is_right_in_its_own_box(grade):
     solutions = list(map(as_solution, answers))
     assert list(map(as_solution, solutions)) == solutions, "a solution stays as it is"
     assert {answer for answer in answers if is_text(as_solution(answer))} == {
-        *("Paris", "état", "Yes", "A", "(A)", "B12", "e4", "H2O", "9 am", "10:30", "2024-01-05", "30 October"),
+        *(
+            "Paris",
+            "état",
+            "Yes",
+            "A",
+            "(A)",
+            "B12",
+            "e4",
+            "H2O",
+            "9 am",
+            "10:30",
+            "2024-01-05",
+            "30 October",
+        ),
         "555-4567",
     }
 
@@ -50,7 +77,10 @@ def test_the_documented_rows_are_in_the_table():
     page = Path(__file__).parents[1].joinpath("docs", "from-trl.md").read_text(encoding="utf-8")
     header = "| answer | box | verdict | why |\n|---|---|---|---|\n"
     table = page.split(header)[1].split("\n\n")[0]
-    rows = [tuple(cell.strip(" `") for cell in line.strip("|").split("|")) for line in table.splitlines()]
+    rows = [
+        tuple(cell.strip(" `") for cell in line.strip("|").split("|"))
+        for line in table.splitlines()
+    ]
     assert len(rows) == 10 and set(rows) <= set(PAIRS)
 
 
@@ -76,5 +106,7 @@ def test_trl_logs_once_what_it_compared():
     [reward] = load_rewards(["accuracy_reward"])
     logged = []
     completions = [[{"role": "assistant", "content": "\\boxed{12.5 percent}"}]]
-    assert reward(completions, ["12.5"], log_extra=lambda name, values: logged.append((name, values))) == [1.0]
+    assert reward(
+        completions, ["12.5"], log_extra=lambda name, values: logged.append((name, values))
+    ) == [1.0]
     assert ("solution", ["$12.5$"]) in logged and len(logged) == len(dict(logged)) == 3

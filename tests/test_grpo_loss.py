@@ -1,4 +1,6 @@
-"""The trainer's loss is the paper's: against the reference functions, TRL's own loss, and counts by hand."""
+"""The trainer's loss is the paper's: against the reference functions, TRL's own loss, and counts by
+hand.
+"""
 
 import dataclasses
 import math
@@ -10,7 +12,16 @@ from peft import LoHaConfig, LoKrConfig, LoraConfig, OFTConfig, get_peft_model
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from reference_loss import reference_loss
 from support import losses
-from support.losses import CAP, EPSILON_HIGH, EPSILON_LOW, ROWS, give_invalid_logps, gradients, logps_of, our_loss
+from support.losses import (
+    CAP,
+    EPSILON_HIGH,
+    EPSILON_LOW,
+    ROWS,
+    give_invalid_logps,
+    gradients,
+    logps_of,
+    our_loss,
+)
 from tiny import tiny_model, tiny_tokenizer
 from trl import GRPOTrainer
 
@@ -31,7 +42,10 @@ B, T = 4, 6
 
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory):
-    directory, reward = tmp_path_factory.mktemp("out"), lambda completions, **kwargs: [0.0] * len(completions)
+    directory, reward = (
+        tmp_path_factory.mktemp("out"),
+        lambda completions, **kwargs: [0.0] * len(completions),
+    )
     trainer = losses.build(QuRLGRPOTrainer, directory, tiny_model(), reward, None, tiny_tokenizer())
     trainer.current_gradient_accumulation_steps = 1
     return trainer
@@ -39,9 +53,14 @@ def trainer(tmp_path_factory):
 
 @pytest.fixture
 def batch(trainer):
-    """Random inputs: padding, unscored tokens, R on both sides of the clip range, ρ from 1e-5 to 1e5."""
+    """Random inputs: padding, unscored tokens, R on both sides of the clip range, ρ from 1e-5 to
+    1e5.
+    """
     inputs = losses.random_batch(torch.tensor([T, 3, 1, 4]), T)
-    inputs |= {"advantages": torch.tensor([1.5, -0.7, 0.3, 0.9]), "num_items_in_batch": torch.tensor(40)}
+    inputs |= {
+        "advantages": torch.tensor([1.5, -0.7, 0.3, 0.9]),
+        "num_items_in_batch": torch.tensor(40),
+    }
     with torch.no_grad():
         policy_logps = logps_of(trainer, inputs)
     inputs["old_per_token_logps"] = policy_logps + 0.4 * torch.randn(B, T)
@@ -59,7 +78,9 @@ def batch(trainer):
 
 def trl_ratio(inputs):
     """What TRL puts beside the tokens with `token_truncate` and C = 2."""
-    difference = (inputs["old_per_token_logps"] - inputs["sampling_per_token_logps"]) * inputs["completion_mask"]
+    difference = (inputs["old_per_token_logps"] - inputs["sampling_per_token_logps"]) * inputs[
+        "completion_mask"
+    ]
     return difference.nan_to_num(0.0).exp().clamp(max=CAP)
 
 
@@ -71,9 +92,13 @@ def test_a_prompt_that_fills_the_context_ends_a_rollout_in_our_words(trainer):
 @pytest.mark.parametrize("returned", ["right", {"score": 1.0}])
 def test_rewards_that_are_no_numbers_name_their_function(returned, trainer, monkeypatch):
     rows = [{"prompt": "ab"}] * 4
-    monkeypatch.setattr(trainer, "reward_funcs", [lambda completions, **kwargs: [returned] * len(completions)])
+    monkeypatch.setattr(
+        trainer, "reward_funcs", [lambda completions, **kwargs: [returned] * len(completions)]
+    )
     monkeypatch.setattr(trainer, "reward_func_names", ["judged"])
-    with pytest.raises(ValueError, match="Rewards .judged. must be a number, or None, per completion: "):
+    with pytest.raises(
+        ValueError, match="Rewards .judged. must be a number, or None, per completion: "
+    ):
         trainer._generate_and_score_completions(rows)
 
     def broken(completions, **kwargs):
@@ -87,12 +112,16 @@ def test_rewards_that_are_no_numbers_name_their_function(returned, trainer, monk
         return [0.0] * len(completions)
 
     monkeypatch.setattr(trainer, "reward_funcs", [graded])
-    with pytest.raises(TypeError, match=r"cannot call a reward function .*'answer'.*remove_unused_columns=True"):
+    with pytest.raises(
+        TypeError, match=r"cannot call a reward function .*'answer'.*remove_unused_columns=True"
+    ):
         trainer._generate_and_score_completions(rows)
 
 
 def reference(trainer, inputs, objective, loss_type):
-    behavior_logps = inputs["sampling_per_token_logps"].masked_fill(inputs["completion_mask"] == 0, torch.nan)
+    behavior_logps = inputs["sampling_per_token_logps"].masked_fill(
+        inputs["completion_mask"] == 0, torch.nan
+    )
     return reference_loss(
         objective,
         logps_of(trainer, inputs),
@@ -113,7 +142,9 @@ def test_two_changed_lines_leave_the_model_as_it_is(trainer):
     """At TRL's default learning rate, where UAQ was on by default once."""
     start = tiny_model().state_dict()
     assert trainer.args.learning_rate == 1e-6
-    assert all(torch.equal(value, start[name]) for name, value in trainer.model.state_dict().items())
+    assert all(
+        torch.equal(value, start[name]) for name, value in trainer.model.state_dict().items()
+    )
     assert "uaq_scale" not in trainer.model.config.to_dict()
 
 
@@ -134,7 +165,9 @@ def test_loss_and_gradient_equal_the_reference(objective, loss_type, trainer, ba
 @pytest.mark.parametrize(("level", "delta"), [("token", None), ("token", 1.5), ("sequence", 1.5)])
 @pytest.mark.parametrize("loss_type", [*CLIPPED_LOSS_TYPES, "cispo", "sapo", "vespo", "luspo"])
 @pytest.mark.parametrize("objective", ["trl", "tis"])
-def test_every_loss_of_trls_is_trls_own(objective, loss_type, level, delta, trainer, batch, monkeypatch):
+def test_every_loss_of_trls_is_trls_own(
+    objective, loss_type, level, delta, trainer, batch, monkeypatch
+):
     monkeypatch.setattr(trainer, "importance_sampling_level", level)
     monkeypatch.setattr(trainer.args, "delta", delta)
     trainer.args.objective, trainer.loss_type = objective, loss_type
@@ -144,12 +177,15 @@ def test_every_loss_of_trls_is_trls_own(objective, loss_type, level, delta, trai
     assert ours.item() == theirs.item() != 0
     assert trainer._metrics["train"]["policy/approx_kl"][0] > 0
     ours_gradients, theirs_gradients = gradients(trainer, ours), gradients(trainer, theirs)
-    assert all(torch.equal(ours_gradients[name], gradient) for name, gradient in theirs_gradients.items())
+    assert all(
+        torch.equal(ours_gradients[name], gradient) for name, gradient in theirs_gradients.items()
+    )
 
 
 def test_clip_metrics_count_the_lifted_bounds(trainer, batch):
     trainer.args.objective, trainer.loss_type = "acr", "dapo"
-    # One advantage for all, positive: then only the upper bound clips, and every token above it is counted.
+    # One advantage for all, positive: then only the upper bound clips, and every token above it is
+    # counted.
     batch["advantages"] = torch.ones(B)
     trainer._metrics["train"].clear()
     our_loss(trainer, batch)
@@ -180,7 +216,10 @@ def test_evaluation_uses_the_same_loss(trainer, batch):
 
 
 def test_the_guard_judges_evaluations(trainer, batch):
-    logps, learned = batch["old_per_token_logps"].repeat(16, 1), batch["completion_mask"].bool().repeat(16, 1)
+    logps, learned = (
+        batch["old_per_token_logps"].repeat(16, 1),
+        batch["completion_mask"].bool().repeat(16, 1),
+    )
     with losses.evaluating(trainer):
         for behavior in (logps, logps + 1.0):
             trainer._mismatch.add(logps, behavior, learned, CAP)
@@ -201,7 +240,8 @@ def test_gradient_accumulation_and_tool_tokens(trainer, batch):
     finally:
         trainer.current_gradient_accumulation_steps = 1
     learned = {**batch, "completion_mask": batch["completion_mask"] * tool_mask}
-    # The policy still reads the tool tokens, so the log-probabilities come from the whole completion.
+    # The policy still reads the tool tokens, so the log-probabilities come from the whole
+    # completion.
     logps = logps_of(trainer, batch)
     expected = reference_loss(
         "acr",
@@ -219,7 +259,9 @@ def test_gradient_accumulation_and_tool_tokens(trainer, batch):
 
 
 def one_update_per_rollout(trainer, monkeypatch):
-    monkeypatch.setattr(trainer.args, "gradient_accumulation_steps", trainer.args.steps_per_generation)
+    monkeypatch.setattr(
+        trainer.args, "gradient_accumulation_steps", trainer.args.steps_per_generation
+    )
 
 
 @pytest.fixture(params=[True, False])
@@ -255,7 +297,9 @@ def test_one_update_per_rollout_needs_no_scoring_pass(objective, trainer, monkey
         rows_of_part = slice(B * part, B * part + B)
         losses = []
         for batch in (scored, unscored):
-            micro_batch = {name: part[rows_of_part] if part.dim() else part for name, part in batch.items()}
+            micro_batch = {
+                name: part[rows_of_part] if part.dim() else part for name, part in batch.items()
+            }
             micro_batch["advantages"] = advantages[rows_of_part]
             monkeypatch.setattr(trainer, "_step", part)
             losses.append(trainer._compute_loss(trainer.model, micro_batch))
@@ -263,7 +307,9 @@ def test_one_update_per_rollout_needs_no_scoring_pass(objective, trainer, monkey
         assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-4, abs=1e-6)
         ours, theirs = gradients(trainer, losses[1]), gradients(trainer, losses[0])
         for name, gradient in theirs.items():
-            torch.testing.assert_close(ours[name], gradient, rtol=1e-3, atol=1e-4 * gradient.abs().max().item())
+            torch.testing.assert_close(
+                ours[name], gradient, rtol=1e-3, atol=1e-4 * gradient.abs().max().item()
+            )
     metrics = {name: values[-1] for name, values in trainer._metrics["train"].items()}
     measured = {name for name in scored_metrics if name.startswith(("mismatch/", "sampling/"))}
     assert len(measured) == 11 + 5, "TRL's five are logged without its scoring pass, too"
@@ -334,7 +380,9 @@ def test_dropout_of_every_adapter_that_merges_is_found():
         (config, field.name)
         for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()
         for field in dataclasses.fields(config)
-        if kind.value in MERGED.split() and "dropout" in field.name and field.name != "rank_dropout_scale"
+        if kind.value in MERGED.split()
+        and "dropout" in field.name
+        and field.name != "rank_dropout_scale"
     ]
     assert len(settings) > 8
     for config, name in settings:
@@ -346,7 +394,9 @@ class OwnLoss(QuRLGRPOTrainer):
 
     def _compute_loss(self, model, inputs):
         logps = logps_of(self, inputs)
-        weight = inputs["importance_sampling_ratio"] if self.vllm_importance_sampling_correction else 1.0
+        weight = (
+            inputs["importance_sampling_ratio"] if self.vllm_importance_sampling_correction else 1.0
+        )
         loss = -torch.exp(logps - inputs.get("old_per_token_logps", logps.detach())) * weight
         return (loss * inputs["advantages"].unsqueeze(1) * inputs["completion_mask"]).sum()
 
@@ -359,7 +409,9 @@ class OwnPass(QuRLGRPOTrainer):
 
 
 @pytest.mark.parametrize("kind", [OwnLoss, OwnPass])
-def test_a_subclass_with_its_own_loss_or_pass_gets_trls_batch(kind, is_one_update, trainer, monkeypatch):
+def test_a_subclass_with_its_own_loss_or_pass_gets_trls_batch(
+    kind, is_one_update, trainer, monkeypatch
+):
     monkeypatch.setattr(trainer.args, "objective", "acr")
     monkeypatch.setattr(trainer, "_buffered_inputs", None)
     monkeypatch.setattr(trainer, "_step", 0)
@@ -371,12 +423,21 @@ def test_a_subclass_with_its_own_loss_or_pass_gets_trls_batch(kind, is_one_updat
     ratio = (batch["old_per_token_logps"] - batch["sampling_per_token_logps"]).exp().clamp(max=CAP)
     learned = batch["completion_mask"].bool()
     torch.testing.assert_close(batch["importance_sampling_ratio"][learned], ratio[learned])
-    assert {"mismatch/kl_k3", "mismatch/guard", "sampling/importance_sampling_ratio/mean"} <= logged.keys()
+    assert {
+        "mismatch/kl_k3",
+        "mismatch/guard",
+        "sampling/importance_sampling_ratio/mean",
+    } <= logged.keys()
 
 
-def test_smoothing_learns_from_the_pass_that_scores_and_from_no_other(is_one_update, trainer, monkeypatch):
+def test_smoothing_learns_from_the_pass_that_scores_and_from_no_other(
+    is_one_update, trainer, monkeypatch
+):
     monkeypatch.setattr(trainer.args, "objective", "acr")
-    smoothing, sync = trainer.vllm_generation.weights.smoothing, trainer.vllm_generation.sync_weights
+    smoothing, sync = (
+        trainer.vllm_generation.weights.smoothing,
+        trainer.vllm_generation.sync_weights,
+    )
     monkeypatch.setattr(trainer.vllm_generation, "sync_weights", lambda: (sync(), due()))
 
     def due():
@@ -390,11 +451,14 @@ def test_smoothing_learns_from_the_pass_that_scores_and_from_no_other(is_one_upd
     own_loss = type(trainer)._compute_loss
 
     def with_another_term(self, model, inputs):  # of another length, and without a mask
-        return own_loss(self, model, inputs) + 0.01 * model(inputs["prompt_ids"]).logits.pow(2).mean()
+        return (
+            own_loss(self, model, inputs) + 0.01 * model(inputs["prompt_ids"]).logits.pow(2).mean()
+        )
 
     monkeypatch.setattr(QuRLGRPOTrainer, "_compute_loss", with_another_term)
     try:
-        for _ in range(8 if is_one_update else 4):  # the second rollout of four micro-batches is not collected twice
+        # the second rollout of four micro-batches is not collected twice
+        for _ in range(8 if is_one_update else 4):
             if trainer._step == 4:
                 due()
             trainer.training_step(trainer.model, ROWS, None)
@@ -403,7 +467,8 @@ def test_smoothing_learns_from_the_pass_that_scores_and_from_no_other(is_one_upd
         trainer.model.zero_grad()
         smoothing.collects = False
     tokens = sum(
-        (part["prompt_mask"].sum() + part["completion_mask"].sum()).item() for part in trainer._buffered_inputs
+        (part["prompt_mask"].sum() + part["completion_mask"].sum()).item()
+        for part in trainer._buffered_inputs
     )
     counts = {name: sums[-1].item() for name, sums in smoothing._inputs.items()}
     assert len(counts) >= 4 and set(counts.values()) == {tokens}
@@ -411,20 +476,30 @@ def test_smoothing_learns_from_the_pass_that_scores_and_from_no_other(is_one_upd
 
 
 def test_cut_distributions_shrink_the_ratio_by_what_was_kept(trainer, monkeypatch):
-    """Why `top_p` and its like are warned of: ρ is too small by the factor S, the probability of the tokens kept."""
+    """Why `top_p` and its like are warned of: ρ is too small by the factor S, the probability of
+    the tokens kept.
+    """
     means, logged = {}, trainer._metrics["train"]
     for top_p in (1.0, 0.9, 0.5):
         monkeypatch.setattr(trainer.vllm_generation, "top_p", top_p)
         batch = rollout_of(trainer)
         means[top_p] = logged["mismatch/ratio_mean"][0]
     assert means[1.0] == pytest.approx(1.0, abs=0.01)
-    # Of the last rollout, by the trainer's own distribution: the fewest tokens with half of it, or a little more.
-    batch = {name: batch[name] for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")}
+    # Of the last rollout, by the trainer's own distribution: the fewest tokens with half of it, or
+    # a little more.
+    batch = {
+        name: batch[name]
+        for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+    }
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
     with torch.no_grad():
         attended = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
         probabilities = trainer.model(ids, attention_mask=attended).logits.softmax(-1)[:, :-1]
-    ordered = probabilities[:, -batch["completion_ids"].size(1) :].sort(-1, descending=True).values.cumsum(-1)
+    ordered = (
+        probabilities[:, -batch["completion_ids"].size(1) :]
+        .sort(-1, descending=True)
+        .values.cumsum(-1)
+    )
     kept = torch.where(ordered >= 0.5, ordered, 2.0).amin(-1)  # (B, T)
     learned = batch["completion_mask"].bool()
     assert means[0.5] == pytest.approx(kept[learned].mean().item(), abs=0.01)
@@ -432,7 +507,9 @@ def test_cut_distributions_shrink_the_ratio_by_what_was_kept(trainer, monkeypatc
 
 
 def test_the_mismatch_is_that_of_one_whole_rollout(trainer, monkeypatch):
-    """One update per rollout, four micro-batches each: the figures come with the fourth, and are of these four."""
+    """One update per rollout, four micro-batches each: the figures come with the fourth, and are of
+    these four.
+    """
     one_update_per_rollout(trainer, monkeypatch)
     trainer.args.objective, trainer.loss_type = "acr", "dapo"
     trainer._metrics["train"].clear()
@@ -449,7 +526,9 @@ def test_the_mismatch_is_that_of_one_whole_rollout(trainer, monkeypatch):
             with torch.no_grad():
                 proximal_logps = logps_of(trainer, batch)
             mask = batch["completion_mask"].bool()
-            part, ratio = mismatch_sums(proximal_logps, batch["sampling_per_token_logps"], mask, CAP)
+            part, ratio = mismatch_sums(
+                proximal_logps, batch["sampling_per_token_logps"], mask, CAP
+            )
             sums, largest = sums + part, max(largest, ratio.item())
         for name, value in mismatch_metrics(sums, largest).items():
             assert logged[name][rollout] == pytest.approx(value, rel=2e-2, abs=1e-9), name
@@ -464,7 +543,9 @@ def test_a_token_without_a_log_probability_is_left_out(objective, value, trainer
     tokens = batch["completion_mask"].sum().item()
     assert tokens > 100 and logged["mismatch/invalid_share"] == [pytest.approx(1 / tokens)]
     numbers = {name: value for name, values in logged.items() for value in values}
-    assert all(map(math.isfinite, numbers.values())), {n: v for n, v in numbers.items() if not math.isfinite(v)}
+    assert all(map(math.isfinite, numbers.values())), {
+        n: v for n, v in numbers.items() if not math.isfinite(v)
+    }
     assert batch["importance_sampling_ratio"].isfinite().all()
     if objective != "trl":  # whose ratio is of completions
         assert batch["importance_sampling_ratio"][0, 0] == 1
@@ -472,7 +553,9 @@ def test_a_token_without_a_log_probability_is_left_out(objective, value, trainer
 
 def test_a_rollout_with_too_many_such_tokens_is_an_error(trainer, monkeypatch):
     give_invalid_logps(trainer, monkeypatch, -math.inf, count=3)
-    with pytest.raises(RuntimeError, match=r"NaN or infinite for [23]\.\d% of this rollout's tokens \(limit 1%\)"):
+    with pytest.raises(
+        RuntimeError, match=r"NaN or infinite for [23]\.\d% of this rollout's tokens \(limit 1%\)"
+    ):
         trainer._generate_and_score_completions(ROWS)
 
 
@@ -486,13 +569,16 @@ def test_a_rollout_whose_tokens_the_engine_could_not_score_is_an_error(trainer, 
     with pytest.raises(RuntimeError, match=r"NaN or infinite for 100\.0% of this rollout's tokens"):
         trainer.training_step(trainer.model, ROWS, None)
     trainer.model.zero_grad()
-    # Nothing to learn from, as where all completions are cut and cut ones are masked, is no fault of the engine's.
+    # Nothing to learn from, as where all completions are cut and cut ones are masked, is no fault
+    # of the engine's.
     nothing = torch.zeros(B, T, dtype=torch.bool)
     trainer._mismatch.add(torch.zeros(B, T), torch.full((B, T), torch.nan), nothing, CAP)
     assert trainer._mismatch.pop() == {}
 
 
-def test_a_rollout_function_without_log_probabilities_says_what_to_return(is_one_update, trainer, monkeypatch):
+def test_a_rollout_function_without_log_probabilities_says_what_to_return(
+    is_one_update, trainer, monkeypatch
+):
     monkeypatch.setattr(trainer, "_step", 0)
 
     def rollout_func(prompts, trainer):
@@ -500,7 +586,9 @@ def test_a_rollout_function_without_log_probabilities_says_what_to_return(is_one
         return {"prompt_ids": ids, "completion_ids": ids, "logprobs": None}
 
     monkeypatch.setattr(trainer, "rollout_func", rollout_func)
-    with pytest.raises(ValueError, match=r"rollout_func returned logprobs=None.*return a list for each completion"):
+    with pytest.raises(
+        ValueError, match=r"rollout_func returned logprobs=None.*return a list for each completion"
+    ):
         trainer.training_step(trainer.model, ROWS, None)
 
 
@@ -524,7 +612,9 @@ def test_log_probabilities_of_a_rollout_function(logprobs, is_right, trainer, mo
     if is_right:
         assert trainer._generate(["ab", "cd"])[4] == [[-1.0, -2.0]] * 2
     else:
-        with pytest.raises(ValueError, match="rollout_func must return, as logprobs, .* of its completion_ids"):
+        with pytest.raises(
+            ValueError, match="rollout_func must return, as logprobs, .* of its completion_ids"
+        ):
             trainer._generate(["ab", "cd"])
 
 
@@ -561,7 +651,8 @@ def rollout(reward=0.0, alike=1.0, cut=0.0, std=0.4):
     [
         (
             rollout(reward=1.0),
-            "all answers to a question earned the same reward, 1 on average, choose harder questions",
+            "all answers to a question earned the same reward, 1 on average, choose harder "
+            "questions",
         ),
         (rollout(reward=-1.0), "all answers to a question earned the same reward, -1 on average"),
         (rollout(reward=math.nan, alike=0.0), "no reward function returned a number"),
@@ -570,7 +661,8 @@ def rollout(reward=0.0, alike=1.0, cut=0.0, std=0.4):
     ],
 )
 def test_the_cause_is_named(row, reason, watch, trainer, monkeypatch, caplog):
-    monkeypatch.setattr(trainer.args, "mask_truncated_completions", True)  # with it, what is cut off teaches nothing
+    # with it, what is cut off teaches nothing
+    monkeypatch.setattr(trainer.args, "mask_truncated_completions", True)
     for _ in range(3):
         watch.observe(row)
     [text] = said(caplog)
@@ -593,8 +685,12 @@ def test_a_run_that_learns_is_not_warned_of(watch, trainer, monkeypatch, caplog)
 
 
 def test_updates_that_change_no_weight_are_told_of_once(trainer, monkeypatch, caplog):
-    """Rates that move a weight by less than its digits, as with weights in 16 bits. Last: it changes the trainer."""
-    monkeypatch.setattr(trainer, "reward_funcs", [lambda completions, **kwargs: list(map(float, range(16)))])
+    """Rates that move a weight by less than its digits, as with weights in 16 bits. Last: it
+    changes the trainer.
+    """
+    monkeypatch.setattr(
+        trainer, "reward_funcs", [lambda completions, **kwargs: list(map(float, range(16)))]
+    )
     for name, value in {
         "max_steps": 14,
         "logging_steps": 1,
@@ -613,5 +709,7 @@ def test_updates_that_change_no_weight_are_told_of_once(trainer, monkeypatch, ca
 
     assert train(0.0) == [], "a rate of 0, as in warmup, is meant"
     [text] = train(1e-50)
-    assert re.search(r"updates of steps \d+ to \d+ changed no weight .* rate is 1e-50 and grad_norm \d", text)
+    assert re.search(
+        r"updates of steps \d+ to \d+ changed no weight .* rate is 1e-50 and grad_norm \d", text
+    )
     assert train(1e-3) == []

@@ -1,4 +1,6 @@
-"""The mismatch guard: when its alarm starts and ends, the advice it gives, and what training does then."""
+"""The mismatch guard: when its alarm starts and ends, the advice it gives, and what training does
+then.
+"""
 
 import json
 import math
@@ -15,7 +17,17 @@ from benchmarks.objectives.one_run import write_short_log
 from trl_qurl import QuRLGRPOConfig, QuRLRLOOConfig
 from trl_qurl.rollout.mismatch import MismatchTally
 from trl_qurl.trainers import guard as module
-from trl_qurl.trainers.guard import CONTRADICTED, ESS, KL, KL_ERROR, RATIO, TAIL, TOKENS, WINDOW, MismatchGuard
+from trl_qurl.trainers.guard import (
+    CONTRADICTED,
+    ESS,
+    KL,
+    KL_ERROR,
+    RATIO,
+    TAIL,
+    TOKENS,
+    WINDOW,
+    MismatchGuard,
+)
 
 QUIET = {KL: 0.001, KL_ERROR: 0.0, TAIL: 0.0, ESS: 1.0, RATIO: 1.0, CONTRADICTED: 0.0, TOKENS: 1e4}
 
@@ -35,10 +47,14 @@ def test_a_guard_that_is_off_neither_warns_nor_logs(caplog):
 def observed(guard: MismatchGuard, *rollouts: dict[str, float]) -> list[list[str]]:
     """By rollout, the metrics beyond their limits."""
     findings = [guard.judge(QUIET | rollout) for rollout in rollouts]
-    return [[text.removeprefix("the median of ").split()[0] for text, _ in rollout] for rollout in findings]
+    return [
+        [text.removeprefix("the median of ").split()[0] for text, _ in rollout]
+        for rollout in findings
+    ]
 
 
-# One rollout ---------------------------------------------------------------------------------------------------------
+# One rollout
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -48,15 +64,18 @@ def observed(guard: MismatchGuard, *rollouts: dict[str, float]) -> list[list[str
         ({KL: 0.1}, [KL]),
         ({KL: 0.14, KL_ERROR: 0.0101}, []),  # 0.14 - 4 * 0.0101 < 0.1
         ({KL: 0.14, KL_ERROR: 0.0099}, [KL]),
-        # A mean of 0.9 from tokens that differ by nothing: ESS is 1, and the error (1 - 0.9) / sqrt(tokens).
+        # A mean of 0.9 from tokens that differ by nothing: ESS is 1, and the error (1 - 0.9) /
+        # sqrt(tokens).
         ({RATIO: 0.9, TOKENS: 65}, [RATIO]),  # 0.1 - 4 * 0.1 / sqrt(65) > 0.05
         ({RATIO: 0.9, TOKENS: 63}, []),
         ({RATIO: 1.1, TOKENS: 65}, [RATIO]),
         ({RATIO: 0.951, TOKENS: 1e9}, []),
-        # mean(rho^2) = 0.81 / 0.9 = 0.9, so the error is sqrt((0.9 - 1.8 + 1) / tokens) = 0.316 / sqrt(tokens).
+        # mean(rho^2) = 0.81 / 0.9 = 0.9, so the error is sqrt((0.9 - 1.8 + 1) / tokens) = 0.316 /
+        # sqrt(tokens).
         ({RATIO: 0.9, ESS: 0.9, TOKENS: 630}, []),
         ({RATIO: 0.9, ESS: 0.9, TOKENS: 650}, [RATIO]),
-        ({CONTRADICTED: 0.02, TOKENS: 1000}, [CONTRADICTED]),  # 20 tokens, less 4 * sqrt(20), are 2.1: 0.0021
+        # 20 tokens, less 4 * sqrt(20), are 2.1: 0.0021
+        ({CONTRADICTED: 0.02, TOKENS: 1000}, [CONTRADICTED]),
         ({CONTRADICTED: 0.02, TOKENS: 950}, []),
     ],
 )
@@ -67,17 +86,31 @@ def test_the_first_rollout_is_judged(rollout, finding):
 @pytest.mark.parametrize(
     ("settings", "rollouts", "findings"),
     [
-        ({}, [{KL: 0.0004}, {KL: 0.0049}, {KL: 0.002}, {KL: 0.0146}], [[]] * 4),  # 0.0146 < 3 * 0.0049; at least 0.005
+        # 0.0146 < 3 * 0.0049; at least 0.005
+        ({}, [{KL: 0.0004}, {KL: 0.0049}, {KL: 0.002}, {KL: 0.0146}], [[]] * 4),
         ({}, [{KL: 0.0001}, {KL: 0.005}], [[], [KL]]),
         ({}, [{KL: 0.0049}, {KL: 0.0148}], [[], [KL]]),
         ({}, [{KL: 0.0049}, {KL: 0.038, KL_ERROR: 0.006}], [[], []]),
         ({}, [{KL: 0.09}, {KL: 0.1}], [[], [KL]]),  # the setting is a limit too
         # A rollout with a finding is not compared with.
         ({}, [{}, {KL: 0.05}, *[{}] * WINDOW, {KL: 0.05}], [[], [KL], *[[]] * WINDOW, [KL]]),
-        # The first is sampled with the weights that score it, all others with weights that are one rollout old.
-        ({"rollouts_ahead": 1, "vllm_mode": "server"}, [{KL: 0.0002}, {KL: 0.09}, {KL: 0.1}], [[], [], [KL]]),
+        # The first is sampled with the weights that score it, all others with weights that are one
+        # rollout old.
+        (
+            {"rollouts_ahead": 1, "vllm_mode": "server"},
+            [{KL: 0.0002}, {KL: 0.09}, {KL: 0.1}],
+            [[], [], [KL]],
+        ),
     ],
-    ids=["small", "from little", "three times", "within the error", "setting", "after a finding", "ahead"],
+    ids=[
+        "small",
+        "from little",
+        "three times",
+        "within the error",
+        "setting",
+        "after a finding",
+        "ahead",
+    ],
 )
 def test_a_jump_is_three_times_the_largest_so_far(settings, rollouts, findings):
     assert observed(new_guard(**settings), *rollouts) == findings
@@ -94,7 +127,12 @@ def test_healthy_rollouts_of_few_tokens_raise_no_alarm():
             log_ratio = torch.randn(1, tokens) * spread - spread**2 / 2
             if torch.rand(()) < 0.1:
                 log_ratio[0, 0] = -3.0  # a near tie
-            tally.add(log_ratio - 0.5, torch.full((1, tokens), -0.5), torch.ones(1, tokens, dtype=torch.bool), 2.0)
+            tally.add(
+                log_ratio - 0.5,
+                torch.full((1, tokens), -0.5),
+                torch.ones(1, tokens, dtype=torch.bool),
+                2.0,
+            )
             assert not guard.judge(tally.pop()), f"{tokens} tokens"
 
 
@@ -140,16 +178,21 @@ def test_an_evaluation_is_judged_without_changing_medians():
     assert guard.alarm, "it ends with rollouts of training"
 
 
-# Drift ---------------------------------------------------------------------------------------------------------------
+# Drift
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("metric", "below", "beyond"), [(TAIL, 0.0099, 0.01), (ESS, 0.8501, 0.85)])
 def test_the_median_of_five_rollouts_decides(metric, below, beyond):
     guard = new_guard()
-    # Two beyond and two below leave the median of five to the fifth; with three of five beyond, it is beyond.
-    assert observed(guard, *[{metric: value} for value in (beyond, beyond, below, below)]) == [[]] * 4
+    # Two beyond and two below leave the median of five to the fifth; with three of five beyond, it
+    # is beyond.
+    assert (
+        observed(guard, *[{metric: value} for value in (beyond, beyond, below, below)]) == [[]] * 4
+    )
     assert observed(guard, {metric: below}, {metric: beyond}, {metric: beyond}) == [[], [], []]
-    assert observed(guard, {metric: beyond}) == [[metric]]  # of below, below, beyond, beyond, beyond
+    # of below, below, beyond, beyond, beyond
+    assert observed(guard, {metric: beyond}) == [[metric]]
     assert guard.alarm
 
 
@@ -158,7 +201,9 @@ def test_a_finding_has_the_median_and_the_threshold():
     # Sorted ESS: nan counts as the worst, so the median of nan .2 .4 .5 .9 is .4.
     for ess in (0.9, 0.5, math.nan, 0.4):
         assert guard.judge(QUIET | {ESS: ess}) == []
-    assert guard.judge(QUIET | {ESS: 0.2}) == [(f"the median of {ESS} is 0.4 (threshold 0.85)", module.ROUNDING)]
+    assert guard.judge(QUIET | {ESS: 0.2}) == [
+        (f"the median of {ESS} is 0.4 (threshold 0.85)", module.ROUNDING)
+    ]
 
 
 @pytest.mark.parametrize("outlier", [math.inf, math.nan])
@@ -167,20 +212,26 @@ def test_outliers_raise_no_alarm(outlier):
     bad = {KL: outlier, KL_ERROR: outlier, TAIL: outlier, ESS: outlier, RATIO: math.nan}
     assert not any(observed(guard, *[{}, bad, {}, {}, bad] * 10)) and not guard.alarm
     assert observed(guard, bad) == [[TAIL, ESS]]  # the third of five
-    assert observed(new_guard(), {}, bad, {KL: 0.006}) == [[], [], [KL]], "jumps are not measured from them"
+    assert observed(new_guard(), {}, bad, {KL: 0.006}) == [[], [], [KL]], (
+        "jumps are not measured from them"
+    )
 
 
 def test_the_alarm_ends_after_five_rollouts_without_a_finding():
     guard = new_guard()
     assert observed(guard, {}, {KL: 0.2}) == [[], [KL]]
     # A second finding adds no warning, and the count begins again.
-    assert observed(guard, *[{}] * (WINDOW - 1), {RATIO: 0.5}, *[{}] * (WINDOW - 1)) == [[]] * (2 * WINDOW - 1)
+    assert observed(guard, *[{}] * (WINDOW - 1), {RATIO: 0.5}, *[{}] * (WINDOW - 1)) == [[]] * (
+        2 * WINDOW - 1
+    )
     assert guard.alarm
     assert observed(guard, {}) == [[]] and not guard.alarm
     assert observed(guard, {KL: 0.2}) == [[KL]]
 
 
-@pytest.mark.parametrize(("cap", "is_tail"), [(1.2, False), (1.999, False), (2.0, True), (10.0, True), (None, True)])
+@pytest.mark.parametrize(
+    ("cap", "is_tail"), [(1.2, False), (1.999, False), (2.0, True), (10.0, True), (None, True)]
+)
 def test_tail_is_not_judged_with_a_cap_below_2(cap, is_tail):
     assert observed(new_guard(cap=cap), *[{TAIL: 0.06}] * WINDOW)[-1] == ([TAIL] if is_tail else [])
 
@@ -193,7 +244,8 @@ def test_a_rollout_without_tokens_changes_nothing():
     assert guard.judge({}) == [] and guard.alarm
 
 
-# Settings ------------------------------------------------------------------------------------------------------------
+# Settings
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -211,7 +263,8 @@ def test_settings_that_cannot_work_are_refused(settings, message):
             config("out", **SETTINGS | settings)
 
 
-# Warnings and stops --------------------------------------------------------------------------------------------------
+# Warnings and stops
+# --------------------------------------------------------------------------------------------------
 
 
 def test_one_warning_per_alarm_says_what_to_do(caplog):
@@ -220,8 +273,15 @@ def test_one_warning_per_alarm_says_what_to_do(caplog):
     with caplog.at_level("WARNING"):
         logged = [guard.observe(QUIET | {KL: kl})["mismatch/guard"] for kl in kls]
     assert logged == [0, 1, 1, 1, 1, 1, 1, 0, 1]
-    first, second = (record.getMessage() for record in caplog.records if record.name == "trl_qurl.trainers.guard")
-    for part in ("mismatch/kl_k3 is 0.06 (threshold 0.05)", "objective='tis'", "--kl 5e-3", "mismatch_guard='stop'"):
+    first, second = (
+        record.getMessage() for record in caplog.records if record.name == "trl_qurl.trainers.guard"
+    )
+    for part in (
+        "mismatch/kl_k3 is 0.06 (threshold 0.05)",
+        "objective='tis'",
+        "--kl 5e-3",
+        "mismatch_guard='stop'",
+    ):
         assert part in first
     assert "mismatch/kl_k3 is 0.07" in second
     control = TrainerControl()
@@ -246,7 +306,8 @@ def test_a_stop_saves_without_an_evaluation():
     assert not control.should_evaluate
 
 
-# Training ------------------------------------------------------------------------------------------------------------
+# Training
+# --------------------------------------------------------------------------------------------------
 
 STOP = {"mismatch_guard": "stop", "mismatch_guard_kl": 1e-9, "max_steps": 20, "beta": 0.0}
 
@@ -259,8 +320,20 @@ def test_a_stop_leaves_a_checkpoint_that_resumes_in_16_bits(train, tmp_path):
     checkpoint = tmp_path / "stop" / "checkpoint-1"
     unquantized = {"rollout_quantization": None, "mismatch_guard_kl": 0.1, "max_steps": 4}
     stopped, resumed = train(
-        [tmp_path / "stop", "--config", json.dumps(STOP | {"rollout_quantization": "w4a16"}), "--rloo"],
-        [tmp_path / "resumed", "--config", json.dumps(STOP | unquantized), "--rloo", "--resume", checkpoint],
+        [
+            tmp_path / "stop",
+            "--config",
+            json.dumps(STOP | {"rollout_quantization": "w4a16"}),
+            "--rloo",
+        ],
+        [
+            tmp_path / "resumed",
+            "--config",
+            json.dumps(STOP | unquantized),
+            "--rloo",
+            "--resume",
+            checkpoint,
+        ],
     )
     assert rollouts(stopped, "mismatch/guard") == [1]
     assert [path.name for path in (tmp_path / "stop").glob("checkpoint-*")] == ["checkpoint-1"]
@@ -289,14 +362,17 @@ PLANTED = {
 def test_planted_faults_are_found_and_told_apart(run_scenario, tmp_path, kind):
     record = run_scenario("planted.py", tmp_path, kind)
     assert record["training"]["guard"] == [0, 0, 0]
-    assert not any(record[healthy]["warnings"] for healthy in ("training", "evaluation", "synced again"))
+    assert not any(
+        record[healthy]["warnings"] for healthy in ("training", "evaluation", "synced again")
+    )
     for fault, (metric, advice) in PLANTED.items():
         [warning] = record[fault]["warnings"]
         assert metric in warning and advice in warning, fault
         assert record[fault]["mismatch/guard"] == 1
 
 
-# Stored runs ---------------------------------------------------------------------------------------------------------
+# Stored runs
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -314,7 +390,9 @@ def test_no_healthy_run_of_the_study_raises_an_alarm(groups):
     assert min(group.farthest[ESS] for group in healthy) > 0.865
 
 
-@pytest.mark.parametrize(("kind", "least"), [(guard_benchmark.COLLAPSING, 5), (guard_benchmark.HARMED, 120)])
+@pytest.mark.parametrize(
+    ("kind", "least"), [(guard_benchmark.COLLAPSING, 5), (guard_benchmark.HARMED, 120)]
+)
 def test_all_harmed_runs_of_the_study_raise_an_alarm(kind, least, groups):
     first = [alarm for group in groups if group.expected == kind for alarm in group.first_alarms]
     assert len(first) >= least and None not in first
@@ -326,9 +404,18 @@ def test_a_healthy_run_with_an_alarm_is_an_error(tmp_path, capsys):
     (tmp_path / "real").mkdir()
     for arm, status in (("int3_tis", 0), ("int8_tis", 1)):
         write_short_log(settings, rows, tmp_path / "main" / f"{arm}-seed0.jsonl.gz")
-        paths = ["--runs", str(tmp_path), "--real-runs", str(tmp_path / "real"), "-o", str(tmp_path / "out.json")]
+        paths = [
+            "--runs",
+            str(tmp_path),
+            "--real-runs",
+            str(tmp_path / "real"),
+            "-o",
+            str(tmp_path / "out.json"),
+        ]
         assert guard_benchmark.main(paths) == status
     printed = capsys.readouterr().out
     assert "An alarm in a healthy run: main/int8_tis" in printed and "main/int3_tis" not in printed
     [int3, int8] = json.loads((tmp_path / "out.json").read_text())["results"]
-    assert int3["first_alarms"] == int8["first_alarms"] == [2] and int8["farthest"][KL] == pytest.approx(0.35)
+    assert int3["first_alarms"] == int8["first_alarms"] == [2] and int8["farthest"][
+        KL
+    ] == pytest.approx(0.35)

@@ -1,4 +1,6 @@
-"""Faults of HTTP between trainer and server, with a stub in place of vLLM: each is one error, in time, sent once."""
+"""Faults of HTTP between trainer and server, with a stub in place of vLLM: each is one error, in
+time, sent once.
+"""
 
 import time
 from contextlib import contextmanager
@@ -15,12 +17,16 @@ from trl_qurl.rollout.wire import WeightUpdate
 
 START = {"/health": {}, "/v1/models": {"data": [{"id": "model"}]}}
 JSON = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
-HTML = b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: 20\r\n\r\n<html>sign in</html>"
+HTML = (
+    b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: 20\r\n\r\n<html>sign in</html>"
+)
 
 
 @contextmanager
 def faulty(fault, limit=30.0):
-    """A client, and the requests that reached its server, which answers with bytes once the client has connected."""
+    """A client, and the requests that reached its server, which answers with bytes once the client
+    has connected.
+    """
     asked = []
 
     class Handler(JSONHandler):
@@ -59,15 +65,38 @@ def clear_encoder_cache(client):
     return client._post("/reset_encoder_cache")
 
 
-ALL = (version, generate, ServedEngine.clear_caches, ServedEngine.get_world_size, load_adapter, image_features)
+ALL = (
+    version,
+    generate,
+    ServedEngine.clear_caches,
+    ServedEngine.get_world_size,
+    load_adapter,
+    image_features,
+)
 FAULTS = {
     "cut short": (JSON + b'Content-Length: 100\r\n\r\n{"results": ["a', ALL, "is gone"),
-    "cut short, of unknown length": (JSON + b'\r\n{"results": ["a', ALL[:-1], "only a part of vLLM's answer"),
-    "page of a proxy": (HTML, (*ALL[:-1], clear_encoder_cache), "or a proxy with its own.*It says: <html>sign in"),
+    "cut short, of unknown length": (
+        JSON + b'\r\n{"results": ["a',
+        ALL[:-1],
+        "only a part of vLLM's answer",
+    ),
+    "page of a proxy": (
+        HTML,
+        (*ALL[:-1], clear_encoder_cache),
+        "or a proxy with its own.*It says: <html>sign in",
+    ),
     "page of a proxy, images": (HTML, ALL[-1:], "is gone"),
     "other JSON": (JSON + b"Content-Length: 2\r\n\r\n[]", ALL[:-1], "or a proxy with its own"),
-    "JSON without its contents": (JSON + b"Content-Length: 2\r\n\r\n{}", ALL[:-1], "or a proxy with its own"),
-    "JSON without its contents, images": (JSON + b"Content-Length: 2\r\n\r\n{}", ALL[-1:], "KeyError"),
+    "JSON without its contents": (
+        JSON + b"Content-Length: 2\r\n\r\n{}",
+        ALL[:-1],
+        "or a proxy with its own",
+    ),
+    "JSON without its contents, images": (
+        JSON + b"Content-Length: 2\r\n\r\n{}",
+        ALL[-1:],
+        "KeyError",
+    ),
     "502": (b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 0\r\n\r\n", ALL, "502"),
     "503, later": (b"HTTP/1.1 503 Busy\r\nRetry-After: 1\r\nContent-Length: 0\r\n\r\n", ALL, "503"),
     "no answer": (b"", ALL, "is gone"),
@@ -109,7 +138,9 @@ def in_bytes():
 def test_a_byte_now_and_then_does_not_renew_the_limit(fault, call):
     with (
         faulty(fault, limit=0.5) as (client, asked),
-        pytest.raises(ServerError, match="did not answer .* within 0 seconds: .*vllm_request_timeout"),
+        pytest.raises(
+            ServerError, match="did not answer .* within 0 seconds: .*vllm_request_timeout"
+        ),
     ):
         call(client)
     assert len(asked) == 1
@@ -137,12 +168,20 @@ def test_no_request_goes_to_a_proxy(monkeypatch):
             assert len(asked) == 2 and not seen_by_proxy
 
 
-@pytest.mark.parametrize("key", ["secret\n", "sec ret", " secret", "secret\r\nX-Other: 1", "schlüssel€secret"])
+@pytest.mark.parametrize(
+    "key", ["secret\n", "sec ret", " secret", "secret\r\nX-Other: 1", "schlüssel€secret"]
+)
 def test_a_key_that_no_header_can_carry_is_refused_by_its_name(key, monkeypatch):
     with faulty(HTML) as (client, asked):
         monkeypatch.setenv(guard.API_KEY_VARIABLE, key)
-        for call in (version, image_features, lambda client: ServedEngine(base_url=client.base_url)):
-            with pytest.raises(ValueError, match=f"^{guard.API_KEY_VARIABLE} has a space, a line break or") as error:
+        for call in (
+            version,
+            image_features,
+            lambda client: ServedEngine(base_url=client.base_url),
+        ):
+            with pytest.raises(
+                ValueError, match=f"^{guard.API_KEY_VARIABLE} has a space, a line break or"
+            ) as error:
                 call(client)
             assert "secret" not in str(error.value)
         assert not asked

@@ -1,4 +1,6 @@
-"""Which hardware runs what: one table in the schemes, which vLLM's own choice of kernels and the pages agree with."""
+"""Which hardware runs what: one table in the schemes, which vLLM's own choice of kernels and the
+pages agree with.
+"""
 
 import os
 import re
@@ -41,7 +43,9 @@ def chosen(monkeypatch):
     from vllm.model_executor.kernels.linear.scaled_mm import cutlass, triton
     from vllm.platforms import PlatformEnum
 
-    cuda = SimpleNamespace(_enum=PlatformEnum.CUDA, is_cuda=lambda: True, is_cuda_alike=lambda: True)
+    cuda = SimpleNamespace(
+        _enum=PlatformEnum.CUDA, is_cuda=lambda: True, is_cuda_alike=lambda: True
+    )
     for module in (linear, cutlass, triton):
         monkeypatch.setattr(module, "current_platform", cuda)
 
@@ -51,7 +55,10 @@ def chosen(monkeypatch):
         monkeypatch.setattr(envs, "VLLM_DISABLED_KERNELS", disabled, raising=False)
         cuda.get_device_capability = lambda: capability
         kernel = linear.init_int8_linear_kernel(
-            is_channelwise=True, is_static_input_scheme=False, input_symmetric=True, module_name="layer"
+            is_channelwise=True,
+            is_static_input_scheme=False,
+            input_symmetric=True,
+            module_name="layer",
         )
         return type(kernel).__name__
 
@@ -61,7 +68,9 @@ def chosen(monkeypatch):
 @pytest.mark.parametrize("capability", [(7, 5), (9, 0), (10, 0), (12, 0), (12, 1)])
 def test_vllm_takes_an_int8_kernel_that_works(capability, on, chosen, monkeypatch):
     on(capability)
-    assert chosen(capability) == CUTLASS, "vLLM declines it by itself now: kernel_fault may not be needed any more"
+    assert chosen(capability) == CUTLASS, (
+        "vLLM declines it by itself now: kernel_fault may not be needed any more"
+    )
     for name, value in kernel_environment(SCHEMES["int8"]).items():
         monkeypatch.setenv(name, value)
     assert chosen(capability) == (CUTLASS if capability < (10, 0) else TRITON)
@@ -72,13 +81,20 @@ def test_vllm_takes_a_block_kernel_that_keeps_the_weights(capability, on, monkey
     from vllm import envs
     from vllm.model_executor.kernels import linear
     from vllm.model_executor.kernels.linear.scaled_mm import cutlass, deep_gemm, flashinfer
-    from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape, create_fp8_quant_key
+    from vllm.model_executor.layers.quantization.utils.quant_utils import (
+        GroupShape,
+        create_fp8_quant_key,
+    )
     from vllm.platforms import PlatformEnum
 
-    cuda = SimpleNamespace(_enum=PlatformEnum.CUDA, is_cuda=lambda: True, get_device_capability=lambda: capability)
+    cuda = SimpleNamespace(
+        _enum=PlatformEnum.CUDA, is_cuda=lambda: True, get_device_capability=lambda: capability
+    )
     for module in (linear, deep_gemm, flashinfer):
         monkeypatch.setattr(module, "current_platform", cuda)
-    policy = SimpleNamespace(model_config=SimpleNamespace(hf_text_config=SimpleNamespace(model_type="qwen2")))
+    policy = SimpleNamespace(
+        model_config=SimpleNamespace(hf_text_config=SimpleNamespace(model_type="qwen2"))
+    )
     monkeypatch.setattr(deep_gemm, "get_current_vllm_config", lambda: policy)
     for installed in ("is_deep_gemm_supported", "should_use_deepgemm_for_fp8_linear"):
         monkeypatch.setattr(deep_gemm, installed, lambda *_: True)
@@ -94,10 +110,14 @@ def test_vllm_takes_a_block_kernel_that_keeps_the_weights(capability, on, monkey
         dtype = torch.bfloat16
         layer = linear.FP8ScaledMMLinearLayerConfig(weights, activations, (128, 128), dtype, dtype)
         kernels = linear._POSSIBLE_FP8_BLOCK_KERNELS
-        return linear.choose_scaled_mm_linear_kernel(layer, kernels, quantization="fp8_block_w8a8").__name__
+        return linear.choose_scaled_mm_linear_kernel(
+            layer, kernels, quantization="fp8_block_w8a8"
+        ).__name__
 
     on(capability)
-    assert choose() == DEEP_GEMM[0], "vLLM declines it by itself now: kernel_fault may not be needed any more"
+    assert choose() == DEEP_GEMM[0], (
+        "vLLM declines it by itself now: kernel_fault may not be needed any more"
+    )
     for name, value in kernel_environment(SCHEMES["fp8_block"]).items():
         monkeypatch.setenv(name, value)
     assert choose() == "CutlassFp8BlockScaledMMKernel"
@@ -110,9 +130,12 @@ def test_activations_are_rounded_as_vllm_does_it_without_a_gpu(dtype):
     from vllm.model_executor.layers.quantization.utils.mxfp8_utils import _mxfp8_e4m3_quantize_torch
     from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
 
-    tokens = (torch.randn(6, 256) * torch.tensor([[3.0], [0.1], [1e4], [1.0], [1.0], [1.0]])).to(dtype)
+    tokens = (torch.randn(6, 256) * torch.tensor([[3.0], [0.1], [1e4], [1.0], [1.0], [1.0]])).to(
+        dtype
+    )
     tokens[3, :128], tokens[4, :32], tokens[5, 0] = 0, 448, 448 * 64 + 128
-    tokens[4, 1], tokens[4, 32:64] = 2**-9, 0  # the smallest code beside the largest, here and at another power of two
+    # the smallest code beside the largest, here and at another power of two
+    tokens[4, 1], tokens[4, 32:64] = 2**-9, 0
     tokens[4, 32:34] = torch.tensor([448 * 2**-20, 2**-29])
     with set_current_vllm_config(VllmConfig()):
         quant = QuantFP8(static=False, group_shape=GroupShape(1, 128), use_ue8m0=False)
@@ -143,13 +166,29 @@ def test_the_environment_is_the_same_for_every_format_and_the_users_wins(on, mon
 @pytest.mark.parametrize(
     ("capability", "scheme", "message"),
     [
-        ((8, 0), "fp8", "FP8 rollouts need a GPU of compute capability 8.9 or higher: .* for int8, w4a16, w8a16."),
-        ((8, 9), "fp8_block", "need a GPU of compute capability 9.0 or higher: .* for int8, fp8, w4a16, w8a16."),
+        (
+            (8, 0),
+            "fp8",
+            "FP8 rollouts need a GPU of compute capability 8.9 or higher: .* for int8, w4a16, "
+            "w8a16.",
+        ),
+        (
+            (8, 9),
+            "fp8_block",
+            "need a GPU of compute capability 9.0 or higher: .* for int8, fp8, w4a16, w8a16.",
+        ),
         ((9, 0), "mxfp8", "need a GPU of compute capability 10.0 or higher"),
-        ((10, 0), "mxfp8", "MXFP8 rollouts need FlashInfer, with nvcc or .* for int8, fp8, fp8_block, w4a16, w8a16."),
+        (
+            (10, 0),
+            "mxfp8",
+            "MXFP8 rollouts need FlashInfer, with nvcc or .* for int8, fp8, fp8_block, w4a16, "
+            "w8a16.",
+        ),
     ],
 )
-def test_a_format_that_vllm_runs_by_another_kernel_is_refused(capability, scheme, message, on, monkeypatch):
+def test_a_format_that_vllm_runs_by_another_kernel_is_refused(
+    capability, scheme, message, on, monkeypatch
+):
     on(capability, has_flashinfer=False)
     with pytest.raises(ValueError, match=message):
         kernel_environment(SCHEMES[scheme])
@@ -162,22 +201,37 @@ def test_a_format_that_vllm_runs_by_another_kernel_is_refused(capability, scheme
 
 def test_kernels_of_cpus_with_amx_refuse_what_we_refuse(monkeypatch):
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-    from vllm.model_executor.layers.fused_moe.config import RoutingMethodType, get_routing_method_type
+    from vllm.model_executor.layers.fused_moe.config import (
+        RoutingMethodType,
+        get_routing_method_type,
+    )
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUExpertsInt8
     from vllm.model_executor.layers.utils import check_cpu_sgl_kernel
     from vllm.model_executor.models import ModelRegistry
 
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    assert check_cpu_sgl_kernel(128, 128, torch.int8), "INT8 has another kernel there: hardware.py refuses too much"
-    by_softmax = {get_routing_method_type("softmax", 2, each, None, False) for each in (True, False)}
-    supported = {each for each in RoutingMethodType if CPUExpertsInt8._supports_routing_method(each, None, None)}
+    assert check_cpu_sgl_kernel(128, 128, torch.int8), (
+        "INT8 has another kernel there: hardware.py refuses too much"
+    )
+    by_softmax = {
+        get_routing_method_type("softmax", 2, each, None, False) for each in (True, False)
+    }
+    supported = {
+        each
+        for each in RoutingMethodType
+        if CPUExpertsInt8._supports_routing_method(each, None, None)
+    }
     assert by_softmax < supported == by_softmax | {RoutingMethodType.Renormalize}
-    assert [each for each in MoEActivation if CPUExpertsInt8._supports_activation(each)] == [MoEActivation.SILU]
+    assert [each for each in MoEActivation if CPUExpertsInt8._supports_activation(each)] == [
+        MoEActivation.SILU
+    ]
     assert not CPUExpertsInt8.supports_lora()
     for family in hardware.ROUTED_BY_SOFTMAX:
         name = AutoModelForCausalLM._model_mapping[type(AutoConfig.for_model(family))].__name__
         code = Path(find_spec(ModelRegistry.models[name].module_name).origin).read_text()
-        assert "FusedMoE" in code and not re.search("scoring_func|custom_routing|activation=", code), family
+        assert "FusedMoE" in code and not re.search(
+            "scoring_func|custom_routing|activation=", code
+        ), family
 
 
 def test_caches_with_scales_per_token_are_for_gpus_alone():
@@ -186,11 +240,15 @@ def test_caches_with_scales_per_token_are_for_gpus_alone():
 
     assert {*FP8_CACHES, *TOKEN_CACHES} <= set(TritonAttentionBackend.supported_kv_cache_dtypes)
     assert set(FP8_CACHES) <= set(CPUAttentionBackend.supported_kv_cache_dtypes)
-    assert not set(TOKEN_CACHES) & set(CPUAttentionBackend.supported_kv_cache_dtypes), "vLLM would not say so itself"
+    assert not set(TOKEN_CACHES) & set(CPUAttentionBackend.supported_kv_cache_dtypes), (
+        "vLLM would not say so itself"
+    )
 
 
 @pytest.mark.parametrize("nvcc", [None, "/usr/local/cuda/bin/nvcc"])
-@pytest.mark.parametrize("packages", [[], ["flashinfer"], ["flashinfer_cubin"], ["flashinfer", "flashinfer_cubin"]])
+@pytest.mark.parametrize(
+    "packages", [[], ["flashinfer"], ["flashinfer_cubin"], ["flashinfer", "flashinfer_cubin"]]
+)
 def test_we_find_flashinfer_where_vllm_does(nvcc, packages, monkeypatch):
     from vllm.utils import flashinfer
 
@@ -201,7 +259,9 @@ def test_we_find_flashinfer_where_vllm_does(nvcc, packages, monkeypatch):
     flashinfer.has_flashinfer_cubin.cache_clear()
 
 
-@pytest.mark.parametrize(("supported", "expected"), [(True, ("BF16", "bfloat16")), (False, ("FP16", "float16"))])
+@pytest.mark.parametrize(
+    ("supported", "expected"), [(True, ("BF16", "bfloat16")), (False, ("FP16", "float16"))]
+)
 def test_sixteen_bits_are_those_of_the_gpu(supported, expected, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: supported)

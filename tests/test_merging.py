@@ -1,4 +1,6 @@
-"""Adapters merged into copies: their values, the probe of them, and a policy that stays unchanged."""
+"""Adapters merged into copies: their values, the probe of them,
+and a policy that stays unchanged.
+"""
 
 import copy
 import functools
@@ -22,7 +24,9 @@ from trl_qurl.trainers.arguments import MERGED
 
 
 def lora(**settings):
-    return LoraConfig(**{"r": 4, "target_modules": ["q_proj", "down_proj"], "init_lora_weights": False} | settings)
+    return LoraConfig(
+        **{"r": 4, "target_modules": ["q_proj", "down_proj"], "init_lora_weights": False} | settings
+    )
 
 
 OTHERS = {kind: {"init_weights": False} for kind in sorted({*MERGED.split()} - {"LORA", "IA3"})}
@@ -32,9 +36,15 @@ KINDS = {
     "rank-stabilized": (tiny_model, lora(use_rslora=True, alpha_pattern={"q_proj": 7})),
     "DoRA": (tiny_model, lora(use_dora=True)),
     "biases": (tiny_model, lora(target_modules=["q_proj"], lora_bias=True)),
-    "IA3": (tiny_model, IA3Config(target_modules=["q_proj"], feedforward_modules=[], init_ia3_weights=False)),
+    "IA3": (
+        tiny_model,
+        IA3Config(target_modules=["q_proj"], feedforward_modules=[], init_ia3_weights=False),
+    ),
     **{
-        kind: (tiny_model, get_peft_config({"peft_type": kind, "target_modules": ["q_proj", "down_proj"]} | given))
+        kind: (
+            tiny_model,
+            get_peft_config({"peft_type": kind, "target_modules": ["q_proj", "down_proj"]} | given),
+        )
         for kind, given in OTHERS.items()
     },
     "experts": (
@@ -54,10 +64,16 @@ def test_adapters_are_merged_in_float32_without_changing_the_policy(kind, dtype)
     assert fingerprint(model) == prints
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     expected = dict(copy.deepcopy(model).float().merge_and_unload().named_parameters())
-    base = {parameter_name(name): p for name, p in model.get_base_model().named_parameters() if ".base_layer." in name}
+    base = {
+        parameter_name(name): p
+        for name, p in model.get_base_model().named_parameters()
+        if ".base_layer." in name
+    }
     assert merged.keys() == expected.keys()
     assert all(torch.equal(tensor, expected[name].to(dtype)) for name, tensor in merged.items())
-    assert any(not torch.equal(merged[name], tensor) for name, tensor in base.items()), "nothing was merged"
+    assert any(not torch.equal(merged[name], tensor) for name, tensor in base.items()), (
+        "nothing was merged"
+    )
 
 
 def test_modules_of_the_active_adapter_are_sent():
@@ -75,7 +91,9 @@ def test_modules_of_the_active_adapter_are_sent():
 
 @pytest.mark.parametrize("scheme", [None, SCHEMES["w4a16"]], ids=["bf16", "w4a16"])
 def test_the_probe_merges_the_adapter(scheme):
-    """The engine's function is that of merged weights; a base that changed below the adapter is another one."""
+    """The engine's function is that of merged weights; a base that changed below the adapter is
+    another one.
+    """
     model = get_peft_model(tiny_model(), lora()).eval()
     prompt, tokens = [40, 50, 60, 70], [41, 51, 61, 71]
     weights = stream_of(model, scheme)
@@ -88,7 +106,9 @@ def test_the_probe_merges_the_adapter(scheme):
             named.setdefault(layer, {})[name.rpartition(".")[2]] = tensor
         if scheme is not None:
             for layer in weights.plan.schemes:
-                merged.get_submodule(layer).weight.data = scheme.dequantize(named[layer], torch.float32)
+                merged.get_submodule(layer).weight.data = scheme.dequantize(
+                    named[layer], torch.float32
+                )
         logps = _score(merged, [Continuation(prompt, tokens, [])])
         answer = [Continuation(prompt, tokens, [dict(enumerate(row.tolist())) for row in logps])]
         return run_probe(model, answer, weights)
@@ -101,7 +121,11 @@ def test_the_probe_merges_the_adapter(scheme):
         if ".lora_B." in name:
             parameter.data.mul_(-1.0)
     assert distance(other).ratio > 3
-    layer, inputs, outputs = model.get_base_model().model.layers[1].mlp.down_proj, torch.randn(1, 128), []
+    layer, inputs, outputs = (
+        model.get_base_model().model.layers[1].mlp.down_proj,
+        torch.randn(1, 128),
+        [],
+    )
     for grid in (None, torch.bfloat16):
         with quantized_forward(model.get_base_model(), weights.plan, grid=grid, merges=True):
             outputs.append(layer(inputs))
@@ -147,8 +171,12 @@ def test_fingerprint_changes_with_adapters():
     with model.disable_adapter():
         assert fingerprint(model) != before
         merged, base = dict(model_parameters(model, merges=True)), dict(model_parameters(model))
-        assert all(torch.equal(merged[name], base[name]) for name in base if "down_proj" in name), "it is left out"
-        assert torch.equal(merged["model.norm.weight"], model.base_model.model.model.norm.original_module.weight)
+        assert all(torch.equal(merged[name], base[name]) for name in base if "down_proj" in name), (
+            "it is left out"
+        )
+        assert torch.equal(
+            merged["model.norm.weight"], model.base_model.model.model.norm.original_module.weight
+        )
     assert fingerprint(model) == before
     layer = model.base_model.model.model.layers[1].mlp.down_proj
     layer.scaling["default"] *= 10
@@ -158,7 +186,8 @@ def test_fingerprint_changes_with_adapters():
     assert fingerprint(model) != before
 
 
-# What cannot be sent -------------------------------------------------------------------------------------------------
+# What cannot be sent
+# -------------------------------------------------------------------------------------------------
 
 APART = {
     "the head": {"modules_to_save": ["lm_head"]},
@@ -177,15 +206,22 @@ def start(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("kind", APART)
 def test_a_tied_head_that_is_trained_apart_is_refused(kind, start):
-    with pytest.raises(ValueError, match=r"lm_head\.weight and model\.embed_tokens\.weight are one tensor in the eng"):
+    with pytest.raises(
+        ValueError,
+        match=r"lm_head\.weight and model\.embed_tokens\.weight are one tensor in the eng",
+    ):
         start(peft_config=lora(**APART[kind]))
 
 
 def test_fsdp_1_is_refused(start, monkeypatch):
     monkeypatch.setattr(
-        "trl.distributed.DistributedBackend.__init__", lambda self, _: vars(self).update(zero_stage=0, fsdp_version=1)
+        "trl.distributed.DistributedBackend.__init__",
+        lambda self, _: vars(self).update(zero_stage=0, fsdp_version=1),
     )
-    with pytest.raises(ValueError, match="FSDP 1 does not expose single matrices to quantize: set fsdp_version to 2"):
+    with pytest.raises(
+        ValueError,
+        match="FSDP 1 does not expose single matrices to quantize: set fsdp_version to 2",
+    ):
         start()
 
 
@@ -207,19 +243,27 @@ def test_heads_that_are_trained_alike_or_untied_are_accepted():
 
 def test_a_generation_config_that_cannot_be_saved_is_refused(start, tmp_path):
     tiny_model().save_pretrained(tmp_path / "model")
-    (tmp_path / "model" / "generation_config.json").write_text('{"temperature": 0.6, "do_sample": false}')
+    (tmp_path / "model" / "generation_config.json").write_text(
+        '{"temperature": 0.6, "do_sample": false}'
+    )
     message = (
-        r"saves no model with the generation_config\.json of .*/model: correct it there, or .*(?s:.)*`temperature`"
+        r"saves no model with the generation_config\.json of .*/model: correct it there, or "
+        r".*(?s:.)*`temperature`"
     )
     with pytest.raises(ValueError, match=message):
         start(model=str(tmp_path / "model"))
-    with pytest.raises(FileNotFoundError, match="absent does not exist: give a directory with a config.json"):
+    with pytest.raises(
+        FileNotFoundError, match="absent does not exist: give a directory with a config.json"
+    ):
         start(model=str(tmp_path / "absent"))
 
 
 def test_a_quantized_checkpoint_is_refused_before_it_is_loaded(start, tmp_path, monkeypatch):
     write_checkpoint(tiny_model(), tiny_tokenizer(), "int8", tmp_path / "model")
-    monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", lambda *args, **kwargs: pytest.fail("loaded"))
+    monkeypatch.setattr(
+        "transformers.PreTrainedModel.from_pretrained",
+        lambda *args, **kwargs: pytest.fail("loaded"),
+    )
     message = r"quantized for training \(quantization_config in the config\.json of .*/model\)"
     with pytest.raises(ValueError, match=message):
         start(model=str(tmp_path / "model"))

@@ -24,11 +24,14 @@ from trl_qurl.lab.recipes.grpo import parse_arguments
 
 BUDGET = 3e-5  # nats per token, between the tiny model's KL with its outliers and without
 
-# Figures -------------------------------------------------------------------------------------------------------------
+# Figures
+# --------------------------------------------------------------------------------------------------
 
 
 def answers_of(sigma, count=400, length=64, seed=0, mean=None):
-    """Scored answers whose log ρ are normal; without a mean, E[ρ] = 1 as for samples of the engine."""
+    """Scored answers whose log ρ are normal; without a mean, E[ρ]
+    = 1 as for samples of the engine.
+    """
     generator = torch.Generator().manual_seed(seed)
     noise = sigma * torch.randn(count, length, generator=generator, dtype=torch.float64)
     log_ratios = noise + (-(sigma**2) / 2 if mean is None else mean)
@@ -36,11 +39,15 @@ def answers_of(sigma, count=400, length=64, seed=0, mean=None):
 
 
 def answers_to_questions_that_differ(seed, questions=16, samples=4, length=16):
-    """The scatter of log ρ, and with it the KL σ² / 2, differs from question to question; its mean is .045."""
+    """The scatter of log ρ, and with it the KL σ² / 2, differs from question to question; its mean
+    is .045.
+    """
     generator = torch.Generator().manual_seed(seed)
     kls = 0.045 * torch.empty(questions).exponential_(generator=generator)
     sigma = (2 * kls).sqrt()[:, None, None].double()
-    noise = sigma * torch.randn(questions, samples, length, generator=generator, dtype=torch.float64)
+    noise = sigma * torch.randn(
+        questions, samples, length, generator=generator, dtype=torch.float64
+    )
     log_ratios = noise - sigma**2 / 2
     return [Scored((number,), row) for number, rows in enumerate(log_ratios) for row in rows]
 
@@ -80,10 +87,14 @@ def test_answers_of_several_lengths_count_by_their_tokens():
 
 
 def test_whole_answers_lose_their_weight_with_their_length():
-    """The sum of log ρ over L tokens has the variance 0.01 L, so the effective sample size is exp(-0.01 L)."""
+    """The sum of log ρ over L tokens has the variance 0.01 L, so the effective sample size is
+    exp(-0.01 L).
+    """
     log_ratios = [row.log_ratio for row in answers_of(0.1, count=4000)]
     assert half_length(log_ratios) == pytest.approx(math.log(2) / 0.01, rel=0.1)
-    assert half_length([row + 3.0 for row in log_ratios]) == pytest.approx(math.log(2) / 0.01, rel=0.1), "a constant"
+    assert half_length([row + 3.0 for row in log_ratios]) == pytest.approx(
+        math.log(2) / 0.01, rel=0.1
+    ), "a constant"
     assert half_length([torch.zeros(4), torch.zeros(100)]) is None, "nothing differs"
 
 
@@ -95,7 +106,8 @@ def test_an_engine_that_gives_no_numbers_is_refused():
         measure([])
 
 
-# Scores --------------------------------------------------------------------------------------------------------------
+# Scores
+# --------------------------------------------------------------------------------------------------
 
 
 def test_answers_are_scored_as_the_model_says():
@@ -104,13 +116,16 @@ def test_answers_are_scored_as_the_model_says():
     with torch.no_grad():
         logps = model(torch.tensor([prompt + answer])).logits[0].log_softmax(-1)
     expected = [float(logps[2 + step, token]) for step, token in enumerate(answer)]
-    (scored,) = score(model, [Answer(prompt, [], []), Answer(prompt, answer, [-1.0, -2.0, -3.0, -4.0])])
+    (scored,) = score(
+        model, [Answer(prompt, [], []), Answer(prompt, answer, [-1.0, -2.0, -3.0, -4.0])]
+    )
     ours = [value - step - 1 for step, value in enumerate(scored.log_ratio.tolist())]
     assert ours == pytest.approx(expected, abs=1e-5)
     assert scored.question == (5, 6, 7)
 
 
-# Questions -----------------------------------------------------------------------------------------------------------
+# Questions
+# --------------------------------------------------------------------------------------------------
 
 
 def test_prompts_come_from_the_package_a_text_or_a_task(tmp_path):
@@ -146,7 +161,8 @@ def test_bad_questions_are_refused(source, limit, error, message, tmp_path, monk
         load_prompts(source, limit)
 
 
-# The verdict ---------------------------------------------------------------------------------------------------------
+# The verdict
+# --------------------------------------------------------------------------------------------------
 
 
 def report_with(low, value, high):
@@ -176,10 +192,14 @@ def test_a_list_that_misses_its_budget_is_not_passed_off_as_one_that_does():
         assert words in sentences(replace(report, choice=choice))[1]
 
 
-# Where it comes from -------------------------------------------------------------------------------------------------
+# Where it comes from
+# -------------------------------------------------------------------------------------------------
 
 
-STEPS = [Step((str(size),), "none", kl, size) for size, kl in ((10, 5.0), (70, 30.0), (20, 4.0), (5, 1.0))]
+STEPS = [
+    Step((str(size),), "none", kl, size)
+    for size, kl in ((10, 5.0), (70, 30.0), (20, 4.0), (5, 1.0))
+]
 
 
 def test_a_kl_is_reached_with_the_fewest_groups():
@@ -190,11 +210,17 @@ def test_a_kl_is_reached_with_the_fewest_groups():
 
 
 @pytest.mark.parametrize(
-    ("reached", "kept"), [((0.0015,), [1]), ((0.0025, 0.0015), [1, 2]), ((0.0025, 0.0025, 0.0025), [1, 2, 3])]
+    ("reached", "kept"),
+    [((0.0015,), [1]), ((0.0025, 0.0015), [1, 2]), ((0.0025, 0.0025, 0.0025), [1, 2, 3])],
 )
 def test_lists_grow_until_an_engine_is_within_the_budget(reached, kept, monkeypatch):
-    """Of a KL of 0.005, a 16-bit engine has 0.0005; the first step is all that the estimates ask for."""
-    steps = [Step((str(size),), "none", kl, 100) for size, kl in ((1, 7.0), (2, 1.0), (3, 0.7), (4, 0.5), (5, 0.3))]
+    """Of a KL of 0.005, a 16-bit engine has 0.0005; the first step is all that the estimates ask
+    for.
+    """
+    steps = [
+        Step((str(size),), "none", kl, 100)
+        for size, kl in ((1, 7.0), (2, 1.0), (3, 0.7), (4, 0.5), (5, 0.3))
+    ]
     asked, figures = [], iter(reached)
 
     class FakeEngines:
@@ -213,10 +239,14 @@ def test_lists_grow_until_an_engine_is_within_the_budget(reached, kept, monkeypa
     report.formats["none"] = report_with(0, 0.0005, 1).formats["int8"]
     choice, mismatch = choose_finer(FakeEngines(), "int8", report, 0.002)
     assert asked == kept and mismatch.kl_k3.value == reached[-1]
-    assert choice.formats == {**{str(1 + number): "none" for number in range(kept[-1])}, "*": "int8"}
+    assert choice.formats == {
+        **{str(1 + number): "none" for number in range(kept[-1])},
+        "*": "int8",
+    }
 
 
-# The command ---------------------------------------------------------------------------------------------------------
+# The command
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -230,7 +260,10 @@ def test_lists_grow_until_an_engine_is_within_the_budget(reached, kept, monkeypa
         (["--output", "figures.png"], "--output is figures.png: give the name of a .json file"),
         (["--kl", "0", "--scheme", "int8"], "--kl is 0: give a positive number"),
         (["--kl", "1e-3", "--scheme", "int8,fp8"], "exactly one format, but got int8, fp8"),
-        (["--kl", "1e-3", "--scheme", '{"*": "int8"}'], 'exactly one format, but got {"*": "int8"}'),
+        (
+            ["--kl", "1e-3", "--scheme", '{"*": "int8"}'],
+            'exactly one format, but got {"*": "int8"}',
+        ),
         (["--scheme", "none"], "--scheme is none, but 16 bits are always measured: name a format"),
     ],
 )
@@ -241,7 +274,9 @@ def test_what_cannot_be_measured_is_refused_at_once(arguments, message, tmp_path
 
 
 @needs_avx512
-def test_formats_that_do_not_fit_the_model_are_left_out_unless_they_were_named(tmp_path, monkeypatch, capsys):
+def test_formats_that_do_not_fit_the_model_are_left_out_unless_they_were_named(
+    tmp_path, monkeypatch, capsys
+):
     """SmolLM2-135M's width: 576 is no multiple of 128."""
     save_tiny(tmp_path / "model", family="llama", hidden_size=576, head_dim=64)
     (tmp_path / "questions.txt").write_text("ab\ncd\nef\ngh\n")
@@ -258,13 +293,18 @@ def test_formats_that_do_not_fit_the_model_are_left_out_unless_they_were_named(t
     assert cli.main([*command, "--output", "out.json"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert asked == ["none", "int8"] and "Sampling 16 answers from 16 bits Sampling" in printed
-    assert "W4A16 is left out: w4a16 cannot quantize 10 of the 14 layers, first model.layers.0." in printed
+    assert (
+        "W4A16 is left out: w4a16 cannot quantize 10 of the 14 layers, first model.layers.0."
+        in printed
+    )
     assert cli.main([*command, "--scheme", "int8,w4a16"]) == 2
     assert "w4a16 cannot quantize 10 of the 14 layers" in capsys.readouterr().err
     mixed = {"re:.*down_proj": "none", "*": "int8"}
     command += ["--scheme", json.dumps(mixed), "--output", "mixed.json"]
     assert cli.main([*command, "--engine-kwargs", '{"enforce_eager": false}']) == 0
-    assert "from 16 bits, compiling: about a minute, once Sampling" in " ".join(capsys.readouterr().out.split())
+    assert "from 16 bits, compiling: about a minute, once Sampling" in " ".join(
+        capsys.readouterr().out.split()
+    )
     assert asked == ["none", "int8", "none", mixed]
 
 
@@ -273,12 +313,22 @@ def measured(warm_python, tmp_path_factory):
     """A model with outliers, what the command says about it in INT8, and what it wrote."""
     directory = tmp_path_factory.mktemp("mismatch")
     save_tiny(directory / "model", model=with_outliers(tiny_model("llama"), 0))
-    (directory / "questions.txt").write_text("ab\ncde\nf g\nh1\ni22\njj\nk\nlm\n")  # those of the scenario
-    command = "-m trl_qurl mismatch model --scheme int8 --questions questions.txt --samples 8 --max-tokens 32"
+    # those of the scenario
+    (directory / "questions.txt").write_text("ab\ncde\nf g\nh1\ni22\njj\nk\nlm\n")
+    command = (
+        "-m trl_qurl mismatch model --scheme int8 --questions questions.txt --samples 8 "
+        "--max-tokens 32"
+    )
     command += f" --no-smooth --kl {BUDGET} -o new/out.json"
-    variables = {"TRL_QURL_CACHE": str(directory / "cache"), "COLUMNS": "80", "PYTHONPATH": str(ROOT)}
+    variables = {
+        "TRL_QURL_CACHE": str(directory / "cache"),
+        "COLUMNS": "80",
+        "PYTHONPATH": str(ROOT),
+    }
     done = completed(warm_python, *command.split(), cwd=directory, **variables)
-    assert not list((directory / "cache").glob("*int8*")), "checkpoints that nobody starts from again stay on disk"
+    assert not list((directory / "cache").glob("*int8*")), (
+        "checkpoints that nobody starts from again stay on disk"
+    )
     return directory, done.stdout, json.loads((directory / "new" / "out.json").read_text())
 
 
@@ -292,7 +342,9 @@ def test_the_command_says_what_rounding_does(measured):
     assert list(written["formats"]) == ["none", "int8", "int8, 2 finer"]
     exact, plain, finer = (found["kl_k3"] for found in written["formats"].values())
     assert exact["high"] < finer["low"], "rounding is more than kernels do"
-    assert finer["value"] <= BUDGET < plain["low"], "an engine with the layers in 16 bits is within the budget"
+    assert finer["value"] <= BUDGET < plain["low"], (
+        "an engine with the layers in 16 bits is within the budget"
+    )
 
 
 @pytest.mark.vllm
@@ -315,11 +367,17 @@ def test_the_list_is_one_for_training(measured):
 def test_the_kl_is_that_of_a_training_runs_first_rollout(measured, train, warm_python, tmp_path):
     """Without smoothing, and with it: both fit it to the prompts, though not to the same ones."""
     directory, _, written = measured
-    config = {"max_steps": 1, "per_device_train_batch_size": 64, "num_generations": 8, "max_completion_length": 32}
+    config = {
+        "max_steps": 1,
+        "per_device_train_batch_size": 64,
+        "num_generations": 8,
+        "max_completion_length": 32,
+    }
     configs = [json.dumps(config | {"smooth_activations": smooths}) for smooths in (False, None)]
     given = [[tmp_path, "--model", directory / "model", "--config", each] for each in configs]
     first, smoothed = (
-        next(row["mismatch/kl_k3"] for row in record["history"] if "mismatch/kl_k3" in row) for record in train(*given)
+        next(row["mismatch/kl_k3"] for row in record["history"] if "mismatch/kl_k3" in row)
+        for record in train(*given)
     )
     kl = written["formats"]["int8"]["kl_k3"]
     assert kl["low"] - kl["value"] / 3 < first < kl["high"] + kl["value"] / 3

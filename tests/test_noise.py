@@ -12,12 +12,20 @@ from conftest import child_environment, completed
 
 from trl_qurl.cli import noise
 
-OLD_NAME = "`torch.distributed.reduce_op` is deprecated, please use `torch.distributed.ReduceOp` instead"
-RENAMED = "`gradient_checkpointing` is deprecated and will be removed in v6. Use `activation_checkpointing` instead."
-TRITON_MESSAGE = "Triton is installed, but `triton.backends` could not be imported. Disabling Triton."
+OLD_NAME = (
+    "`torch.distributed.reduce_op` is deprecated, please use `torch.distributed.ReduceOp` instead"
+)
+RENAMED = (
+    "`gradient_checkpointing` is deprecated and will be removed in v6. Use "
+    "`activation_checkpointing` instead."
+)
+TRITON_MESSAGE = (
+    "Triton is installed, but `triton.backends` could not be imported. Disabling Triton."
+)
 
 on_the_cpu_build = pytest.mark.skipif(
-    any(importlib.metadata.distributions(name="vllm")), reason="the message is one of vLLM's CPU build"
+    any(importlib.metadata.distributions(name="vllm")),
+    reason="the message is one of vLLM's CPU build",
 )
 
 
@@ -53,7 +61,10 @@ def test_a_named_warning_is_gone_and_others_are_not():
 def test_a_vllm_that_trl_does_not_know_is_named_unless_it_was_tested():
     noise.quiet()
     for version, seen in (("0.32.0", False), ("0.33.0", True)):
-        text = f"TRL currently supports vLLM versions from 0.22.0 to 0.31.0. You have version {version} installed."
+        text = (
+            "TRL currently supports vLLM versions from 0.22.0 to 0.31.0. You have version "
+            f"{version} installed."
+        )
         assert warned(text, category=UserWarning) == seen
 
 
@@ -77,11 +88,15 @@ def test_who_asks_for_everything_gets_it(monkeypatch):
 
 def test_a_log_message_has_no_module_and_handlers_of_the_users_are_kept():
     code = (
-        "import logging, trl_qurl; {before}; trl_qurl.quiet(); logger = logging.getLogger('trl.trainer'); "
-        "logger.setLevel('INFO'); logger.info('loading'); logger.warning('slow')"
+        "import logging, trl_qurl; {before}; trl_qurl.quiet(); logger = "
+        "logging.getLogger('trl.trainer'); logger.setLevel('INFO'); logger.info('loading'); "
+        "logger.warning('slow')"
     )
     users = "logging.basicConfig(format='mine: %(message)s')"
-    for before, seen in (("0", "INFO: loading\nWARNING: slow\n"), (users, "mine: loading\nmine: slow\n")):
+    for before, seen in (
+        ("0", "INFO: loading\nWARNING: slow\n"),
+        (users, "mine: loading\nmine: slow\n"),
+    ):
         command = [sys.executable, "-c", code.format(before=before)]
         assert completed(*command).stderr == seen
 
@@ -97,10 +112,11 @@ def test_a_library_that_prints_its_messages_itself_prints_them_once():
 
 def test_importing_the_package_silences_nothing():
     code = (
-        "import logging, os, warnings; before = warnings.filters[:], dict(os.environ), logging.root.handlers[:]\n"
-        "import trl_qurl, trl_qurl.cli, trl_qurl.lab.recipes.grpo, trl_qurl.cli.noise\n"
-        "assert before == (warnings.filters, dict(os.environ), logging.root.handlers)\n"
-        "assert not logging.getLogger('vllm.triton_utils.importing').disabled\n"
+        "import logging, os, warnings; before = warnings.filters[:], dict(os.environ), "
+        "logging.root.handlers[:]\nimport trl_qurl, trl_qurl.cli, trl_qurl.lab.recipes.grpo, "
+        "trl_qurl.cli.noise\nassert before == (warnings.filters, dict(os.environ), "
+        "logging.root.handlers)\nassert not "
+        "logging.getLogger('vllm.triton_utils.importing').disabled\n"
     )
     completed(sys.executable, "-c", code)
 
@@ -113,14 +129,16 @@ def test_the_real_vllm_is_silent():
     if not importlib.util.find_spec("triton"):
         pytest.skip("Triton's message comes with an installed Triton")
     look = (
-        "import vllm.triton_utils; import torch.distributed; vars(torch.distributed)['reduce_op'].__dict__; "
-        "from vllm.platforms import current_platform; current_platform.import_kernels(); "
-        "torch.ops._C.init_cpu_memory_env([0])"
+        "import vllm.triton_utils; import torch.distributed; "
+        "vars(torch.distributed)['reduce_op'].__dict__; from vllm.platforms import "
+        "current_platform; current_platform.import_kernels(); torch.ops._C.init_cpu_memory_env([0])"
     )
     for code, expected in ((look, True), (f"import trl_qurl; trl_qurl.quiet(); {look}", False)):
         environment = child_environment(VLLM_LOGGING_LEVEL="ERROR", PYTHONWARNINGS="")
         del environment["TORCH_CPP_LOG_LEVEL"]
-        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stderr
         for message in (TRITON_MESSAGE, "`torch.distributed.reduce_op` is deprecated"):
             assert (message in done.stderr) == expected, done.stderr
@@ -133,8 +151,12 @@ def test_the_cleanup_that_tokenizers_skip_is_not_reported(caplog):
     propagates = logger.propagate
     logger.propagate = True  # transformers' loggers print by themselves
     try:
-        logger.warning("Ignoring clean_up_tokenization_spaces=True for BPE tokenizer X. The cleanup ...")
+        logger.warning(
+            "Ignoring clean_up_tokenization_spaces=True for BPE tokenizer X. The cleanup ..."
+        )
         logger.warning("This tokenizer was trained on another planet.")
     finally:
         logger.propagate = propagates
-    assert [record.getMessage() for record in caplog.records] == ["This tokenizer was trained on another planet."]
+    assert [record.getMessage() for record in caplog.records] == [
+        "This tokenizer was trained on another planet."
+    ]

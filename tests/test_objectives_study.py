@@ -19,7 +19,8 @@ from trl_qurl.quantization.formats import SCHEMES, get_scheme
 
 @pytest.fixture
 def coarse(monkeypatch):
-    monkeypatch.setattr("trl_qurl.quantization.formats.SCHEMES", dict(SCHEMES))  # restored after the test
+    # restored after the test
+    monkeypatch.setattr("trl_qurl.quantization.formats.SCHEMES", dict(SCHEMES))
     add_coarse_schemes()
 
 
@@ -35,7 +36,9 @@ def test_the_number_of_bits_of_coarse_codes(name, bits, coarse):
     torch.testing.assert_close(scale, weight.abs().amax(1, keepdim=True) / (half - 0.5))
     assert ((scheme.dequantize(rounded) - weight).abs() <= scale / 2 + 1e-6).all()
     # The engine's INT8 kernel rounds activations to eight bits in any case.
-    assert torch.equal(scheme.quantize_activations(weight), SCHEMES["int8"].quantize_activations(weight))
+    assert torch.equal(
+        scheme.quantize_activations(weight), SCHEMES["int8"].quantize_activations(weight)
+    )
     four_bits, step = round_activations(weight, bits=4), weight.abs().amax(-1, keepdim=True) / 7
     torch.testing.assert_close((four_bits / step).round(), four_bits / step, atol=1e-4, rtol=0)
     assert all(len(row.unique()) <= 15 for row in four_bits)
@@ -48,7 +51,9 @@ def test_no_study_of_int8_trains_where_its_sums_saturate(monkeypatch):
 
 
 def write_runs(directory, accuracies, experiment="main"):
-    """Write runs of thirty rollouts with two updates each. The means must leave out the first ten."""
+    """Write runs of thirty rollouts with two updates each. The
+    means must leave out the first ten.
+    """
     for arm, values in accuracies.items():
         for seed, value in enumerate(values):
             rows = [
@@ -61,7 +66,13 @@ def write_runs(directory, accuracies, experiment="main"):
                 }
                 for rollout in range(1, 31)
             ]
-            settings = {"seed": seed, "updates_per_rollout": 2, "date": "d", "commit": "c", "hardware": "h"}
+            settings = {
+                "seed": seed,
+                "updates_per_rollout": 2,
+                "date": "d",
+                "commit": "c",
+                "hardware": "h",
+            }
             write_short_log(settings, rows, directory / experiment / f"{arm}-seed{seed}.jsonl.gz")
 
 
@@ -70,30 +81,54 @@ def test_the_tables_of_some_logs(tmp_path, capsys):
     output = tmp_path / "out.json"
     summary.main(["--runs", str(tmp_path), "--output", str(output)])
     printed = capsys.readouterr().out
-    # bf16: mean .7, standard error .1 / sqrt(2) * ... = sd .1414 / sqrt(2) = .1, times t(1) = 12.706.
-    assert "| bf16 | 2 | 30 | 0.700 ± 1.271 |" in printed and "0.1 → 0.3" in printed and "| 6 |" in printed
+    # bf16: mean .7, standard error .1 / sqrt(2) * ... = sd .1414 / sqrt(2) = .1, times t(1) =
+    # 12.706.
+    assert (
+        "| bf16 | 2 | 30 | 0.700 ± 1.271 |" in printed
+        and "0.1 → 0.3" in printed
+        and "| 6 |" in printed
+    )
     # Differences -.1 and -.2: mean -.15, sd .0707, standard error .05, times 12.706.
     assert "| int8_naive - bf16 | 2 | -0.150 ± 0.635 | – |" in printed
     assert "| int8_tis - bf16 | 1 | -0.050 | – |" in printed
     assert "acr" not in printed, "an arm without runs was shown"
-    assert json.loads(output.read_text())["runs"]["training_hours"] == pytest.approx(5 * 30 * 0.5 * 2 / 3600)
+    assert json.loads(output.read_text())["runs"]["training_hours"] == pytest.approx(
+        5 * 30 * 0.5 * 2 / 3600
+    )
 
 
 def test_p_values_are_students():
-    # A mean of t standard errors: (1, 3) has mean 2, standard error 1. The 97.5 % quantiles of t are from a table.
+    # A mean of t standard errors: (1, 3) has mean 2, standard error 1. The 97.5 % quantiles of t
+    # are from a table.
     assert contrasts.p_value([1.0, 3.0]) == pytest.approx(1 - 2 / math.pi * math.atan(2))
-    for count, quantile in ((2, 12.706), (3, 4.303), (4, 3.182), (5, 2.776), (6, 2.571), (7, 2.447)):
-        values = [1.0, *[0.0] * (count - 1)]  # standard deviation 1 / sqrt(n), so its standard error is 1 / n
+    for count, quantile in (
+        (2, 12.706),
+        (3, 4.303),
+        (4, 3.182),
+        (5, 2.776),
+        (6, 2.571),
+        (7, 2.447),
+    ):
+        # standard deviation 1 / sqrt(n), so its standard error is 1 / n
+        values = [1.0, *[0.0] * (count - 1)]
         shift = quantile / count - 1 / count
-        assert contrasts.p_value([value + shift for value in values]) == pytest.approx(0.05, abs=1e-4)
-        assert contrasts.p_value([-value - shift for value in values]) == pytest.approx(0.05, abs=1e-4)
+        assert contrasts.p_value([value + shift for value in values]) == pytest.approx(
+            0.05, abs=1e-4
+        )
+        assert contrasts.p_value([-value - shift for value in values]) == pytest.approx(
+            0.05, abs=1e-4
+        )
     assert contrasts.p_value([0.5]) == contrasts.p_value([0.5, 0.5]) == 1.0, "no spread to judge by"
     arms = {"bf16_again": {0: 8.0, 1: 12.0}, "bf16": {0: 1.0, 1: 3.0}, "tis": {1: 4.0, 2: 0.0}}
-    two = summary.samples_of(arms, "bf16_again", "bf16", float)  # variances 8 and 2: the standard error is √5
+    # variances 8 and 2: the standard error is √5
+    two = summary.samples_of(arms, "bf16_again", "bf16", float)
     assert summary.stated(*two) == pytest.approx([8.0, 4.303 * math.sqrt(5)])
     assert contrasts.p_value(*two) == pytest.approx(1 - 8 / math.sqrt(5) / math.sqrt(8 * 8 / 5 + 2))
-    assert summary.samples_of(arms, "tis", "bf16", float) == ([1.0], []), "other arms are paired by seed"
-    # Holm's correction. Sorted: .01 x 4, .02 x 3, .03 x 2 (as large as the one before), .5 x 1; at most 1.
+    assert summary.samples_of(arms, "tis", "bf16", float) == ([1.0], []), (
+        "other arms are paired by seed"
+    )
+    # Holm's correction. Sorted: .01 x 4, .02 x 3, .03 x 2 (as large as the one before), .5 x 1; at
+    # most 1.
     assert contrasts.holm([0.02, 0.5, 0.01, 0.03]) == pytest.approx([0.06, 0.5, 0.04, 0.06])
     assert contrasts.holm([0.6, 0.7]) == [1.0, 1.0]
 
@@ -112,9 +147,14 @@ def test_the_page_states_the_differences_of_the_logs():
     page = ROOT / "benchmarks" / "study.md"
     stored = contrasts.Study()
     table, text = stored.table(), page.read_text()
-    stated = {row[0]: row[1:] for row in rows(page, "Objectives and formats") if row[0] in contrasts.TABLE}
+    stated = {
+        row[0]: row[1:] for row in rows(page, "Objectives and formats") if row[0] in contrasts.TABLE
+    }
     expected = {
-        name: [figure(table[name, scheme]) if (name, scheme) in table else "" for scheme in summary.SCHEMES]
+        name: [
+            figure(table[name, scheme]) if (name, scheme) in table else ""
+            for scheme in summary.SCHEMES
+        ]
         for name in contrasts.TABLE
     }
     assert stated == expected
@@ -124,7 +164,10 @@ def test_the_page_states_the_differences_of_the_logs():
     assert f"has {len(table)} differences" in text
     assert "leaves two: `quantized_ratio` − `naive` with INT4 and INT3" in text
     ten, pairs = stored.arms("seeds"), summary.CONTRASTS["seeds"]
-    accuracies = [summary.plus_minus(summary.summarize(runs)["accuracy"]).replace("0.", ".") for runs in ten.values()]
+    accuracies = [
+        summary.plus_minus(summary.summarize(runs)["accuracy"]).replace("0.", ".")
+        for runs in ten.values()
+    ]
     differences = [figure(stored.accuracy("seeds", *pair)).rstrip("‡") for pair in pairs]
     assert [row[1] for row in rows(page, "Ten independent seeds")] == [*accuracies, *differences]
     before, since = (contrasts.correlation(stored.arms(name)["bf16"]) for name in ("main", "seeds"))
@@ -148,10 +191,13 @@ def test_the_quantized_policy_is_measured_with_its_adapter(merges, tmp_path):
     before = {name: value.clone() for name, value in policy.state_dict().items()}
     base = policy.get_base_model()
     forward = base.forward
-    base.forward = lambda **inputs: forward(**inputs)  # TRL replaces it too, and a copy still calls this model
+    # TRL replaces it too, and a copy still calls this model
+    base.forward = lambda **inputs: forward(**inputs)
     recorder = BothPolicies(scheme, merges, problem_ids=problems, rollouts=1)
     row = recorder.measure(policy)
     assert row["quantized_expected_accuracy"] == pytest.approx(expected, rel=1e-5, abs=0)
     assert row["expected_accuracy"] == evaluate.measure_policy(policy, problems).expected
-    assert row["expected_accuracy"] != pytest.approx(expected, rel=1e-4, abs=0), "rounding changes nothing here"
+    assert row["expected_accuracy"] != pytest.approx(expected, rel=1e-4, abs=0), (
+        "rounding changes nothing here"
+    )
     assert all(torch.equal(value, before[name]) for name, value in policy.state_dict().items())

@@ -1,4 +1,6 @@
-"""Several formats in one model: which layer gets which, what a checkpoint says, and what is refused."""
+"""Several formats in one model: which layer gets which, what a checkpoint says, and what is
+refused.
+"""
 
 import json
 
@@ -17,7 +19,9 @@ MIXED = {"re:.*down_proj": "w4a16", "re:.*layers.0.*(gate|up)_proj": "none", "*"
 
 
 def names_of(plan):
-    return {layer.removeprefix("model.layers."): scheme.name for layer, scheme in plan.schemes.items()}
+    return {
+        layer.removeprefix("model.layers."): scheme.name for layer, scheme in plan.schemes.items()
+    }
 
 
 def targets_of(plan):
@@ -27,7 +31,12 @@ def targets_of(plan):
 def test_the_first_pattern_that_matches_decides():
     plan = make_plan(tiny_model(**WHOLE_BLOCKS), MIXED)
     attention = {f"{block}.self_attn.{name}_proj": "int8" for block in (0, 1) for name in "qkvo"}
-    mlp = {"0.mlp.down_proj": "w4a16", "1.mlp.down_proj": "w4a16", "1.mlp.gate_proj": "int8", "1.mlp.up_proj": "int8"}
+    mlp = {
+        "0.mlp.down_proj": "w4a16",
+        "1.mlp.down_proj": "w4a16",
+        "1.mlp.gate_proj": "int8",
+        "1.mlp.up_proj": "int8",
+    }
     assert names_of(plan) == attention | mlp
     assert targets_of(plan) == {"w4a16": ["re:.*down_proj"], "int8": ["Linear"]}
     assert plan.ignore == ("lm_head", "re:.*layers.0.*(gate|up)_proj")
@@ -39,53 +48,95 @@ def test_patterns_that_overlap_are_written_as_names():
     plan = make_plan(tiny_model(), {r"re:.*attn\.[qkv]_proj$": "fp8", "re:.*self_attn": "int8"})
     outputs = [f"model.layers.{block}.self_attn.o_proj" for block in (0, 1)]
     assert targets_of(plan) == {"fp8": [r"re:.*attn\.[qkv]_proj$"], "int8": outputs}
-    kept = make_plan(tiny_model(), {r"re:.*attn\.[qkv]_proj$": "fp8", "re:.*self_attn": "none", "*": "fp8"})
+    kept = make_plan(
+        tiny_model(), {r"re:.*attn\.[qkv]_proj$": "fp8", "re:.*self_attn": "none", "*": "fp8"}
+    )
     assert list(kept.ignore) == ["lm_head", *outputs] and len(kept.schemes) == 12
 
 
 def test_one_format_is_written_as_before_however_it_is_given():
     model = tiny_model(tie_word_embeddings=False)
     plain = make_plan(model, "int8", ["lm_head", "re:.*down_proj"])
-    for formats in ({"re:.*down_proj": "none", "*": "int8"}, '{"re:.*down_proj": null, "*": "int8"}'):
+    for formats in (
+        {"re:.*down_proj": "none", "*": "int8"},
+        '{"re:.*down_proj": null, "*": "int8"}',
+    ):
         assert make_plan(model, formats).quantization_config() == plain.quantization_config()
     assert plain.quantization_config()["config_groups"]["group_0"]["targets"] == ["Linear"]
-    assert make_plan(model, None).quantization_config() is make_plan(model, "none").quantization_config() is None
+    assert (
+        make_plan(model, None).quantization_config()
+        is make_plan(model, "none").quantization_config()
+        is None
+    )
 
 
 EIGHT = {"*": "int8"}
 REFUSED = {
     "unknown name": ({"*": "int9"}, "Unknown quantization scheme 'int9'; did you mean 'int8'?"),
-    "no layer": ({"re:.*down_porj": "fp8"} | EIGHT, "'re:.*down_porj', which matches no layer of Qwen2"),
-    "kept by a typo": ({"re:.*down_porj": "none"} | EIGHT, "'re:.*down_porj', which matches no layer"),
-    "comes too late": (EIGHT | {"re:.*down_proj": "fp8"}, "'re:.*down_proj', which matches only layers of earl"),
-    "no regex": ({"re:(": "fp8"}, "rollout_quantization has 're:(', which is not a regular expression"),
+    "no layer": (
+        {"re:.*down_porj": "fp8"} | EIGHT,
+        "'re:.*down_porj', which matches no layer of Qwen2",
+    ),
+    "kept by a typo": (
+        {"re:.*down_porj": "none"} | EIGHT,
+        "'re:.*down_porj', which matches no layer",
+    ),
+    "comes too late": (
+        EIGHT | {"re:.*down_proj": "fp8"},
+        "'re:.*down_proj', which matches only layers of earl",
+    ),
+    "no regex": (
+        {"re:(": "fp8"},
+        "rollout_quantization has 're:(', which is not a regular expression",
+    ),
     "no JSON": ('{"*": int8}', "not a JSON object such as {"),
     "empty": ({}, "rollout_quantization is {}: write 'none', one of int8"),
-    "nested": ({"*": {"a": "int8"}}, "rollout_quantization is {'*': {'a': 'int8'}}: write 'none', one of int8"),
+    "nested": (
+        {"*": {"a": "int8"}},
+        "rollout_quantization is {'*': {'a': 'int8'}}: write 'none', one of int8",
+    ),
     "fused": ({"re:.*q_proj": "fp8"} | EIGHT, "self_attn.q_proj is in fp8"),
     "fused with 16 bits": ({"re:.*up_proj": "none"} | EIGHT, "mlp.up_proj into one layer, but "),
     "tied head": ({"lm_head": "int8"}, "'lm_head', which matches no layer"),
-    "head": ({"re:.*lm_head": "fp8_block"} | EIGHT, "fp8_block cannot quantize 1 of the 15 layers, first"),
+    "head": (
+        {"re:.*lm_head": "fp8_block"} | EIGHT,
+        "fp8_block cannot quantize 1 of the 15 layers, first",
+    ),
     "nothing": ({"*": "none"}, "rollout_quantization is {'*': 'none'}: write 'none', one of int8"),
     "twice": ('{"*": "int8", "*": "fp8"}', "a pattern is there twice"),
-    "a number": ({1: "int8"}, "rollout_quantization has the pattern 1, which is not text: write it in quotes"),
+    "a number": (
+        {1: "int8"},
+        "rollout_quantization has the pattern 1, which is not text: write it in quotes",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_planned_is_refused(case):
     formats, message = REFUSED[case]
-    ignore, model = ([], tiny_model(tie_word_embeddings=False)) if case == "head" else (["lm_head"], tiny_model())
+    ignore, model = (
+        ([], tiny_model(tie_word_embeddings=False))
+        if case == "head"
+        else (["lm_head"], tiny_model())
+    )
     with pytest.raises(ValueError) as error:
         make_plan(model, formats, ignore)
     assert message in str(error.value)
 
 
 def test_a_pattern_to_ignore_must_match_something():
-    """Except the default: some models name their head otherwise. The example is the nearest layer, never the head."""
+    """Except the default: some models name their head otherwise. The example is the nearest layer,
+    never the head.
+    """
     model = tiny_model(tie_word_embeddings=False)
-    for pattern, near in {"model.layers.1.mlp.down_porj": "1.mlp.down_proj", "x": "0.self_attn.q_proj"}.items():
-        with pytest.raises(ValueError, match=rf"quantization_ignore \(--ignore\) .*'{pattern}'.*'model.layers.{near}"):
+    for pattern, near in {
+        "model.layers.1.mlp.down_porj": "1.mlp.down_proj",
+        "x": "0.self_attn.q_proj",
+    }.items():
+        with pytest.raises(
+            ValueError,
+            match=rf"quantization_ignore \(--ignore\) .*'{pattern}'.*'model.layers.{near}",
+        ):
             make_plan(model, "int8", ["lm_head", pattern])
     make_plan(model.model, "int8", ["lm_head", "embed_tokens"])  # without a head
 
@@ -96,10 +147,18 @@ def test_a_pattern_for_16_bits_may_match_any_module(pattern):
 
 
 def test_experts_of_a_block_share_a_format():
-    plan = make_plan(tiny_mixture("mixtral", **WHOLE_BLOCKS), {r"re:.*\.experts\.": "w8a16", "*": "int8"})
-    assert {scheme for layer, scheme in plan.schemes.items() if ".experts." in layer} == {SCHEMES["w8a16"]}
-    with pytest.raises(ValueError, match=r"vLLM fuses .*experts.0.* is in int8, .*experts.1.down_proj is in w8a16"):
-        make_plan(tiny_mixture("mixtral", **WHOLE_BLOCKS), {r"re:.*experts\.1\.": "w8a16", "*": "int8"})
+    plan = make_plan(
+        tiny_mixture("mixtral", **WHOLE_BLOCKS), {r"re:.*\.experts\.": "w8a16", "*": "int8"}
+    )
+    assert {scheme for layer, scheme in plan.schemes.items() if ".experts." in layer} == {
+        SCHEMES["w8a16"]
+    }
+    with pytest.raises(
+        ValueError, match=r"vLLM fuses .*experts.0.* is in int8, .*experts.1.down_proj is in w8a16"
+    ):
+        make_plan(
+            tiny_mixture("mixtral", **WHOLE_BLOCKS), {r"re:.*experts\.1\.": "w8a16", "*": "int8"}
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -111,9 +170,13 @@ def test_a_mixed_checkpoint_is_that_of_llmcompressor(formats, dtype, tmp_path):
     model = tiny_model("llama", dtype, **WHOLE_BLOCKS)
     tensors, said = [], []
     for quantizer in ("streaming", "llmcompressor"):
-        write_checkpoint(model, tiny_tokenizer(), formats, tmp_path / quantizer, quantizer=quantizer)
+        write_checkpoint(
+            model, tiny_tokenizer(), formats, tmp_path / quantizer, quantizer=quantizer
+        )
         tensors.append(load_file(tmp_path / quantizer / "model.safetensors"))
-        config = json.loads((tmp_path / quantizer / "config.json").read_text())["quantization_config"]
+        config = json.loads((tmp_path / quantizer / "config.json").read_text())[
+            "quantization_config"
+        ]
         said.append((config["format"], stored_formats(config, tensors[-1])))
     assert said[0] == said[1] and len(set(said[0][1].values())) == 2
     ours, theirs = tensors
@@ -126,11 +189,18 @@ def test_a_mixed_checkpoint_is_that_of_llmcompressor(formats, dtype, tmp_path):
 def test_each_layer_is_rounded_and_smoothed_by_its_own_format():
     model = tiny_model("llama", **WHOLE_BLOCKS).eval()
     weights = stream_of(model, {"re:.*self_attn": "w4a16", "*": "int8"}, smooths=True)
-    assert all(name.endswith(("post_attention_layernorm", "up_proj")) for name in weights.smoothing._sources)
+    assert all(
+        name.endswith(("post_attention_layernorm", "up_proj"))
+        for name in weights.smoothing._sources
+    )
     block, inputs = model.model.layers[0], torch.randn(1, 3, 128)
     with quantized_forward(model, weights.plan):
-        outputs = {name: block.get_submodule(name)(inputs) for name in ("self_attn.q_proj", "mlp.up_proj")}
-    for (name, output), scheme in zip(outputs.items(), (SCHEMES["w4a16"], SCHEMES["int8"]), strict=True):
+        outputs = {
+            name: block.get_submodule(name)(inputs) for name in ("self_attn.q_proj", "mlp.up_proj")
+        }
+    for (name, output), scheme in zip(
+        outputs.items(), (SCHEMES["w4a16"], SCHEMES["int8"]), strict=True
+    ):
         rounded = scheme.dequantize(scheme.quantize(block.get_submodule(name).weight))
         torch.testing.assert_close(output, scheme.quantize_activations(inputs) @ rounded.t())
 
@@ -139,10 +209,17 @@ def test_the_command_line_takes_a_json_object(tmp_path, capsys):
     save_tiny(tmp_path / "model", **WHOLE_BLOCKS)
     command = ["quantize", str(tmp_path / "model"), str(tmp_path / "out"), "--scheme"]
     assert cli.main([*command, json.dumps(MIXED)]) == 0
-    streamed = dict(stream_of(tiny_model(**WHOLE_BLOCKS), MIXED).tensors(model_parameters(tiny_model(**WHOLE_BLOCKS))))
+    streamed = dict(
+        stream_of(tiny_model(**WHOLE_BLOCKS), MIXED).tensors(
+            model_parameters(tiny_model(**WHOLE_BLOCKS))
+        )
+    )
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == streamed.keys()
     assert "W4A16-INT8 checkpoint written to" in capsys.readouterr().out
-    for options, message in ((["int9"], "did you mean 'int8'?"), (["int8", "--ignore", "re:("], "not a regular expr")):
+    for options, message in (
+        (["int9"], "did you mean 'int8'?"),
+        (["int8", "--ignore", "re:("], "not a regular expr"),
+    ):
         assert cli.main([*command, *options]) == 2
         assert message in capsys.readouterr().err
     assert read_formats("NONE") is None

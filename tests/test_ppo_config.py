@@ -1,4 +1,6 @@
-"""QuRLPPOConfig: what it takes over, what it refuses, and what one completion per prompt leaves on."""
+"""QuRLPPOConfig: what it takes over, what it refuses, and what
+one completion per prompt leaves on.
+"""
 
 import re
 
@@ -8,7 +10,12 @@ from trl import GRPOConfig
 from trl_qurl import QuRLPPOConfig
 
 # Several updates per rollout avoid the warning about objectives without effect.
-SETTINGS = {"use_cpu": True, "bf16": False, "per_device_train_batch_size": 4, "steps_per_generation": 2}
+SETTINGS = {
+    "use_cpu": True,
+    "bf16": False,
+    "per_device_train_batch_size": 4,
+    "steps_per_generation": 2,
+}
 
 
 def config(tmp_path, **settings):
@@ -26,22 +33,44 @@ def test_defaults_are_those_of_the_papers_framework(tmp_path):
 def test_any_number_of_generations_from_one_up(tmp_path, generations):
     seen = config(tmp_path, num_generations=generations, per_device_train_batch_size=12)
     assert seen.num_generations == generations and type(seen.num_generations) is int
-    assert QuRLPPOConfig(**{**seen.to_dict(), "generation_batch_size": None}).num_generations == generations
+    assert (
+        QuRLPPOConfig(**{**seen.to_dict(), "generation_batch_size": None}).num_generations
+        == generations
+    )
 
 
 def test_an_odd_batch_is_allowed(tmp_path):
-    assert config(tmp_path, per_device_train_batch_size=3, steps_per_generation=3).generation_batch_size == 9
-    assert config(tmp_path, per_device_train_batch_size=1, steps_per_generation=2).generation_batch_size == 2
+    assert (
+        config(
+            tmp_path, per_device_train_batch_size=3, steps_per_generation=3
+        ).generation_batch_size
+        == 9
+    )
+    assert (
+        config(
+            tmp_path, per_device_train_batch_size=1, steps_per_generation=2
+        ).generation_batch_size
+        == 2
+    )
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"num_generations": 3}, "must be divisible by num_generations"),
-        ({"num_generations": 1, "generation_batch_size": 6, "steps_per_generation": None}, "divisible by the global"),
+        (
+            {"num_generations": 1, "generation_batch_size": 6, "steps_per_generation": None},
+            "divisible by the global",
+        ),
         ({"num_generations": 1, "generation_batch_size": 8}, "can not be both configured"),
-        ({"num_generations": 1, "vllm_importance_sampling_clip_min": 3.0}, "clip_min (3.0) must be less than"),
-        ({"num_generations": 1, "auto_find_batch_size": True}, "auto_find_batch_size is not supported"),
+        (
+            {"num_generations": 1, "vllm_importance_sampling_clip_min": 3.0},
+            "clip_min (3.0) must be less than",
+        ),
+        (
+            {"num_generations": 1, "auto_find_batch_size": True},
+            "auto_find_batch_size is not supported",
+        ),
         ({"num_generations": 1, "objective": "ppo"}, "objective is 'ppo', but must be one of"),
     ],
 )
@@ -51,7 +80,8 @@ def test_the_parents_other_checks_stay_on(tmp_path, settings, message):
 
 
 def test_trl_itself_refuses_one_generation(tmp_path):
-    # The only check that one generation per prompt has to get past; if it goes, so can our way around it.
+    # The only check that one generation per prompt has to get past; if it goes, so can our way
+    # around it.
     with pytest.raises(ValueError, match="at least 2 generations per prompt"):
         GRPOConfig(str(tmp_path), **SETTINGS, num_generations=1)
 
@@ -65,9 +95,15 @@ def test_trl_itself_refuses_one_generation(tmp_path):
         ({"critic_learning_rate": 0.0}, "critic_learning_rate is 0.0, but must be positive"),
         ({"critic_warmup_steps": -1}, "critic_warmup_steps is -1"),
         ({"value_clip_range": 0.0}, "or None for no clipping"),
-        ({"scale_rewards": "group"}, "scale_rewards is 'group', but with a critic must be one of 'none', False"),
+        (
+            {"scale_rewards": "group"},
+            "scale_rewards is 'group', but with a critic must be one of 'none', False",
+        ),
         ({"scale_rewards": "batch"}, "scale_rewards is 'batch'"),
-        ({"multi_objective_aggregation": "normalize_then_sum"}, "a critic must be one of 'sum_then_normalize'"),
+        (
+            {"multi_objective_aggregation": "normalize_then_sum"},
+            "a critic must be one of 'sum_then_normalize'",
+        ),
     ],
 )
 def test_refusals_name_the_setting_and_the_way_out(tmp_path, settings, message):

@@ -1,4 +1,6 @@
-"""PPO's policy gradient on real rollouts: REINFORCE, and the plain PPO loss, where it must reduce to them."""
+"""PPO's policy gradient on real rollouts: REINFORCE, and the plain PPO loss, where it must reduce
+to them.
+"""
 
 import pytest
 import torch
@@ -7,7 +9,13 @@ from support.losses import SETTINGS, ready
 from tiny import save_tiny
 
 from trl_qurl import QuRLPPOConfig, QuRLPPOTrainer
-from trl_qurl.advantages import bootstrap_values, generalized_advantages, masked_moments, token_rewards, whiten
+from trl_qurl.advantages import (
+    bootstrap_values,
+    generalized_advantages,
+    masked_moments,
+    token_rewards,
+    whiten,
+)
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("trainer")]
 
@@ -62,7 +70,8 @@ def policy_logps(trainer, batch):
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
     mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
     logits = trainer.model(input_ids=ids, attention_mask=mask).logits[:, -T - 1 : -1]
-    return logits.log_softmax(-1).gather(-1, batch["completion_ids"].unsqueeze(-1)).squeeze(-1)  # (B, T)
+    # (B, T)
+    return logits.log_softmax(-1).gather(-1, batch["completion_ids"].unsqueeze(-1)).squeeze(-1)
 
 
 def bootstrap(trainer, batch, values):
@@ -73,15 +82,20 @@ def bootstrap(trainer, batch, values):
 def test_with_a_zero_critic_the_gradient_is_reinforce(trainer):
     batch = rollout(trainer)
     assert not batch["values"].any(), "a new head starts at zero"
-    # The table of completions shows advantages before whitening: rewards, with a critic that is 0 everywhere.
-    assert list(trainer._logs["advantages"]) == pytest.approx(trainer._rollout.rewards[:, 0].tolist())
+    # The table of completions shows advantages before whitening: rewards, with a critic that is 0
+    # everywhere.
+    assert list(trainer._logs["advantages"]) == pytest.approx(
+        trainer._rollout.rewards[:, 0].tolist()
+    )
     assert "frac_reward_zero_std" not in trainer._metrics["train"]
     inputs = micro_batch(batch)
     seen = policy_gradient(trainer, trainer._compute_loss(trainer.model, inputs))
 
     mask = inputs["completion_mask"]
     rho = (inputs["old_per_token_logps"] - inputs["sampling_per_token_logps"]).exp()
-    assert (rho[mask.bool()] > CAP).any() and (rho[mask.bool()] < CAP).any(), "the cap cuts all or nothing"
+    assert (rho[mask.bool()] > CAP).any() and (rho[mask.bool()] < CAP).any(), (
+        "the cap cuts all or nothing"
+    )
     rewards = trainer._rollout.rewards.expand_as(batch["completion_mask"])  # of one function
     learned = rewards[batch["completion_mask"].bool()]
     advantages = (rewards[:B] - learned.mean()) / learned.std()
@@ -96,10 +110,13 @@ def test_only_truncated_completions_are_bootstrapped(trainer):
     batch = rollout(trainer)
     values = torch.arange(1.0, T + 2).expand(len(batch["completion_ids"]), -1)  # (B, T + 1)
     ids, mask = batch["completion_ids"], batch["completion_mask"]
-    batch["completion_ids"][0, :] = 5  # cut at full length: the value after the last token, number T
+    # cut at full length: the value after the last token, number T
+    batch["completion_ids"][0, :] = 5
     mask[0, :] = 1
-    ids[1, :4], mask[1] = torch.tensor([5, 6, 7, 1]), torch.tensor([1] * 4 + [0] * (T - 4))  # ended: token 1 is eos
-    ids[2, :3], mask[2] = torch.tensor([5, 6, 7]), torch.tensor([1] * 3 + [0] * (T - 3))  # cut early, say by a tool
+    # ended: token 1 is eos
+    ids[1, :4], mask[1] = torch.tensor([5, 6, 7, 1]), torch.tensor([1] * 4 + [0] * (T - 4))
+    # cut early, say by a tool
+    ids[2, :3], mask[2] = torch.tensor([5, 6, 7]), torch.tensor([1] * 3 + [0] * (T - 3))
     assert bootstrap(trainer, batch, values)[:3].tolist() == [T + 1, 0.0, 4.0]
 
 
@@ -121,7 +138,8 @@ def test_several_rewards_are_weighed(trainer):
         trainer._add_advantages(batch, torch.zeros(len(functions), T + 1))
     finally:
         trainer.reward_weights = weights
-    # Without values and discounts, the return is the reward: 1 + 2 / 2, then 1. Nothing is learned from the third.
+    # Without values and discounts, the return is the reward: 1 + 2 / 2, then 1. Nothing is learned
+    # from the third.
     assert batch["returns"][:2, 0].tolist() == [2.0, 1.0]
     assert batch["critic_mask"][1].any() and batch["advantages"].isfinite().all()
     assert not batch["critic_mask"][2].any() and not batch["advantages"][2].any()
@@ -138,9 +156,13 @@ def test_values_are_those_before_each_token(trainer):
         # By the definition: run the critic on the text so far, token by token.
         start = batch["prompt_ids"].size(1)
         for t in range(T + 1):
-            so_far = trainer.critic.model(input_ids=ids[:, : start + t], attention_mask=mask[:, : start + t])
+            so_far = trainer.critic.model(
+                input_ids=ids[:, : start + t], attention_mask=mask[:, : start + t]
+            )
             alive = mask[:, start + t - 1].bool()
-            torch.testing.assert_close(seen[alive, t], so_far.logits[alive, -1, 0], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(
+                seen[alive, t], so_far.logits[alive, -1, 0], rtol=1e-4, atol=1e-5
+            )
         score.weight.zero_()
 
 
@@ -161,9 +183,15 @@ def test_advantages_are_whitened_over_the_whole_rollout(trainer):
     torch.testing.assert_close(batch["advantages"], expected)
     torch.testing.assert_close(batch["returns"], plain.returns)
     logged = trainer._metrics["train"]
-    assert logged["advantages/mean"][-1] == pytest.approx(plain.advantages[mask].mean().item(), abs=1e-5)
-    assert logged["advantages/std"][-1] == pytest.approx(plain.advantages[mask].std().item(), rel=1e-4)
-    assert logged["critic/returns_std"][-1] == pytest.approx(plain.returns[mask].std().item(), rel=1e-4)
+    assert logged["advantages/mean"][-1] == pytest.approx(
+        plain.advantages[mask].mean().item(), abs=1e-5
+    )
+    assert logged["advantages/std"][-1] == pytest.approx(
+        plain.advantages[mask].std().item(), rel=1e-4
+    )
+    assert logged["critic/returns_std"][-1] == pytest.approx(
+        plain.returns[mask].std().item(), rel=1e-4
+    )
 
 
 def test_evaluation_measures_the_critic_and_changes_nothing(trainer):
@@ -175,10 +203,16 @@ def test_evaluation_measures_the_critic_and_changes_nothing(trainer):
     trainer.model.train()
     assert metrics["eval_loss"] == metrics["eval_loss"], "NaN"
     logged = next(row for row in reversed(trainer.state.log_history) if "eval_reward" in row)
-    assert {"eval_critic/explained_variance", "eval_critic/returns_mean", "eval_advantages/std"} <= logged.keys()
+    assert {
+        "eval_critic/explained_variance",
+        "eval_critic/returns_mean",
+        "eval_advantages/std",
+    } <= logged.keys()
     assert logged["eval_critic/returns_mean"] == pytest.approx(logged["eval_reward"], abs=0.5)
     assert all(map(torch.equal, before, trainer.critic.model.parameters()))
-    assert len(trainer._logs["prompt"]) == len(trainer._logs["advantages"]) == 8, "columns of one table"
+    assert len(trainer._logs["prompt"]) == len(trainer._logs["advantages"]) == 8, (
+        "columns of one table"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +228,8 @@ def test_naive_without_quantization_is_the_plain_ppo_loss(plain):
     mask, advantages = inputs["completion_mask"], inputs["advantages"]
     assert advantages.dim() == 2 and advantages[:, 0].std() > 0.1
     ratio = (policy_logps(plain, inputs) - inputs["old_per_token_logps"]).exp()
-    torch.testing.assert_close(ratio * mask, mask.float(), rtol=0, atol=1e-4)  # R = 1: no update was made yet
+    # R = 1: no update was made yet
+    torch.testing.assert_close(ratio * mask, mask.float(), rtol=0, atol=1e-4)
     surrogate = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
     expected = policy_gradient(plain, -(surrogate * mask).sum() / batch["num_items_in_batch"])
     assert expected.norm() > 1e-3

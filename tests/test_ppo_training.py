@@ -1,4 +1,6 @@
-"""PPO from start to end with real engines: the critic learns, is saved and resumes, and no engine sees it."""
+"""PPO from start to end with real engines: the critic learns, is saved and resumes, and no engine
+sees it.
+"""
 
 import json
 
@@ -12,8 +14,17 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, 
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("ppo")]  # they share runs
 
-PPO_METRICS = {f"critic/{name}" for name in ("value_loss", "value_clip_share", "explained_variance", "grad_norm")}
-PPO_METRICS |= {"critic/returns_mean", "critic/returns_std", "advantages/mean", "advantages/std", "time/values_s"}
+PPO_METRICS = {
+    f"critic/{name}"
+    for name in ("value_loss", "value_clip_share", "explained_variance", "grad_norm")
+}
+PPO_METRICS |= {
+    "critic/returns_mean",
+    "critic/returns_std",
+    "advantages/mean",
+    "advantages/std",
+    "time/values_s",
+}
 
 ONE = {"num_generations": 1, "critic_learning_rate": 1e-3}
 KINDS = {
@@ -33,10 +44,16 @@ EXPORTED = [kind for kind in ("own", "LoRA policy", "rounded base") if kind in K
 """Runs that are compared with a fresh engine."""
 
 STEPS = 8
-LONG = ONE | {"steps_per_generation": 4, "max_steps": STEPS, "save_strategy": "steps", "save_steps": 2}
+LONG = ONE | {
+    "steps_per_generation": 4,
+    "max_steps": STEPS,
+    "save_strategy": "steps",
+    "save_steps": 2,
+}
 LONG |= {"critic_warmup_steps": 3}
 
-# Greedy, and exact, so no two tokens tie and noise does not matter. One batch: shuffling does not matter.
+# Greedy, and exact, so no two tokens tie and noise does not matter. One batch: shuffling does not
+# matter.
 GRADIENT = {
     "rollout_quantization": None,
     "vllm_engine_kwargs": ENGINE | {"dtype": "float32"},
@@ -53,7 +70,9 @@ GRADIENT |= {"max_grad_norm": 0.0, "gamma": 0.9, "gae_lambda": 0.8}
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
-    """A policy, a smaller model of the same family, and a critic: its head is not zero, so its backbone learns."""
+    """A policy, a smaller model of the same family, and a critic: its head is not zero, so its
+    backbone learns.
+    """
     directory = tmp_path_factory.mktemp("start")
     save_tiny(directory / "policy")
     save_tiny(directory / "smaller", hidden_size=64, num_hidden_layers=1, seed=3)
@@ -64,7 +83,16 @@ def start(tmp_path_factory):
 
 
 def arguments(directory, start, config, *more):
-    return [directory, "--ppo", "--save", "--model", start / "policy", "--config", json.dumps(config), *more]
+    return [
+        directory,
+        "--ppo",
+        "--save",
+        "--model",
+        start / "policy",
+        "--config",
+        json.dumps(config),
+        *more,
+    ]
 
 
 def gradient_run(directory, start, batch, accumulation=1):
@@ -81,7 +109,9 @@ def one_process(train, start, tmp_path_factory):
     for kind, more in KINDS.items():
         more = [start / "smaller" if argument == "SMALLER" else argument for argument in more]
         more += ["--export", directory / f"{kind} exported"] if kind in EXPORTED else []
-        runs[kind] = arguments(directory / kind, start, ONE | {"beta": 0.0} | SETTINGS.get(kind, {}), *more)
+        runs[kind] = arguments(
+            directory / kind, start, ONE | {"beta": 0.0} | SETTINGS.get(kind, {}), *more
+        )
     runs["long"] = arguments(directory / "long", start, LONG)
     runs["gradient"] = gradient_run(directory / "gradient", start, batch=8)
     return directory, dict(zip(runs, train(*runs.values()), strict=True))
@@ -90,7 +120,9 @@ def one_process(train, start, tmp_path_factory):
 @pytest.fixture(scope="module")
 def fresh(one_process, run_scenario):
     """By kind of critic, what an engine started from the last weights says of the probe."""
-    probes = run_scenario("fresh_engine.py", *(one_process[0] / f"{kind} exported" for kind in EXPORTED))
+    probes = run_scenario(
+        "fresh_engine.py", *(one_process[0] / f"{kind} exported" for kind in EXPORTED)
+    )
     return dict(zip(EXPORTED, probes, strict=True))
 
 
@@ -111,7 +143,9 @@ def test_policy_and_critic_learn(kind, one_process):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_critic_is_never_sent_to_the_engine(kind, one_process):
     names = one_process[1][kind]["sent_names"]
-    assert names and not [name for name in names if "score" in name or "value" in name or "critic" in name]
+    assert names and not [
+        name for name in names if "score" in name or "value" in name or "critic" in name
+    ]
 
 
 @pytest.mark.parametrize("kind", EXPORTED)
@@ -126,7 +160,10 @@ def test_policy_and_critic_are_saved_as_models_of_transformers(kind, one_process
     critic = AutoModelForTokenClassification.from_pretrained(directory / "critic")
     assert critic.config.num_labels == 1 and critic.score.weight.any()
     assert critic.config.hidden_size == (64 if kind == "another size" else 128)
-    assert AutoTokenizer.from_pretrained(directory / "critic")("Ab2").input_ids == tiny_tokenizer()("Ab2").input_ids
+    assert (
+        AutoTokenizer.from_pretrained(directory / "critic")("Ab2").input_ids
+        == tiny_tokenizer()("Ab2").input_ids
+    )
     saved = load_file(directory / "model.safetensors")
     assert not [name for name in saved if "score" in name], "the critic is in the policy's file"
 
@@ -136,7 +173,8 @@ def test_an_adapter_of_the_critic_is_saved_with_its_head(one_process):
     assert any("score" in name for name in adapter) and any("lora_B" in name for name in adapter)
 
 
-# Stopping and resuming -----------------------------------------------------------------------------------------------
+# Stopping and resuming
+# -----------------------------------------------------------------------------------------------
 
 RESUMED = [2, 4]  # inside the first rollout, or between two rollouts and two epochs
 
@@ -146,7 +184,10 @@ def resumed(train, start, one_process, tmp_path_factory):
     """Runs that start from a checkpoint of the uninterrupted one, in a new process."""
     directory = tmp_path_factory.mktemp("resumed")
     checkpoint = one_process[0] / "long" / "checkpoint-"
-    runs = (arguments(directory / str(step), start, LONG, "--resume", f"{checkpoint}{step}") for step in RESUMED)
+    runs = (
+        arguments(directory / str(step), start, LONG, "--resume", f"{checkpoint}{step}")
+        for step in RESUMED
+    )
     return directory, dict(zip(RESUMED, train(*runs), strict=True))
 
 
@@ -160,14 +201,19 @@ def state_of(checkpoint):
     }
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="equality to the last bit is claimed for the CPU only")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="equality to the last bit is claimed for the CPU only"
+)
 @pytest.mark.parametrize("step", RESUMED)
 def test_a_resumed_run_equals_the_uninterrupted_one(step, one_process, resumed):
     expected, seen = metrics_by_step(one_process[1]["long"]), metrics_by_step(resumed[1][step])
     for later in range(step + 1, STEPS + 1):
         assert seen[later] == expected[later], f"step {later} differs after resuming at step {step}"
     assert len({row["critic/value_loss"] for row in expected.values()}) == STEPS
-    ends = (directory / f"checkpoint-{STEPS}" for directory in (one_process[0] / "long", resumed[0] / str(step)))
+    ends = (
+        directory / f"checkpoint-{STEPS}"
+        for directory in (one_process[0] / "long", resumed[0] / str(step))
+    )
     torch.testing.assert_close(*map(state_of, ends), rtol=0, atol=0)
 
 
@@ -180,13 +226,18 @@ def test_only_the_critic_learns_in_its_warmup(one_process, start):
     # UAQ rescales other weights at the start, but not these two.
     for name in ("model.embed_tokens.weight", "model.norm.weight"):
         assert torch.equal(policies[2][name], before[name])
-    assert not torch.equal(policies[4]["model.embed_tokens.weight"], before["model.embed_tokens.weight"])
+    assert not torch.equal(
+        policies[4]["model.embed_tokens.weight"], before["model.embed_tokens.weight"]
+    )
     assert load_file(checkpoints[2] / "critic" / "model.safetensors")["score.weight"].any()
     losses = [row["loss"] for row in one_process[1]["long"]["history"] if "loss" in row]
-    assert losses[:3] == [0, 0, 0] and losses[3] != 0, "DeepSpeed steps before the callback is asked"
+    assert losses[:3] == [0, 0, 0] and losses[3] != 0, (
+        "DeepSpeed steps before the callback is asked"
+    )
 
 
-# Several processes ---------------------------------------------------------------------------------------------------
+# Several processes
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow  # the steps of two processes without an engine: test_critic_processes.py

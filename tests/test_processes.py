@@ -1,4 +1,6 @@
-"""Several processes: what each engine holds afterwards is what was trained, however the weights were spread."""
+"""Several processes: what each engine holds afterwards is what was trained, however the weights
+were spread.
+"""
 
 import importlib.util
 import json
@@ -12,15 +14,20 @@ from support.training import ADAPTER, MOVED, SAME, assert_metrics, assert_synced
 
 CONFIGS = Path(__file__).parents[1] / "examples" / "accelerate_configs"
 
-needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
+needs_deepspeed = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed"
+)
 
 
-CHECKED = {"sync_check_interval": 1, "max_steps": 6}  # three rollouts of two updates each, every sync checked
+# three rollouts of two updates each, every sync checked
+CHECKED = {"sync_check_interval": 1, "max_steps": 6}
 
 
 @pytest.fixture(scope="module")
 def runs(train, run_scenario, int8_server, tmp_path_factory):
-    """By name: record of a run with two processes, and what a fresh engine says of its last weights."""
+    """By name: record of a run with two processes, and what a fresh engine says of its last
+    weights.
+    """
     directory = tmp_path_factory.mktemp("runs")
     (directory / "rollouts").mkdir()
     served = {
@@ -30,7 +37,14 @@ def runs(train, run_scenario, int8_server, tmp_path_factory):
     }
 
     def arguments(name, config, *further):
-        return [directory / "out", "--export", directory / name, "--config", json.dumps(CHECKED | config), *further]
+        return [
+            directory / "out",
+            "--export",
+            directory / name,
+            "--config",
+            json.dumps(CHECKED | config),
+            *further,
+        ]
 
     records = train(
         arguments("colocated", {}),
@@ -51,7 +65,8 @@ def runs(train, run_scenario, int8_server, tmp_path_factory):
 def test_two_processes_train_what_the_engine_holds(name, runs):
     record, fresh = runs[name]
     assert (record["processes"], record["distribution"]) == (2, "MULTI_CPU")
-    assert record["weight_version"].endswith("-step6-sync5")  # three rollouts, and one sync before and after
+    # three rollouts, and one sync before and after
+    assert record["weight_version"].endswith("-step6-sync5")
     rollouts = [row for row in record["history"] if "mismatch/kl_k3" in row]
     assert len(rollouts) == 3
     assert all(row["time/sync_check_s"] > 0 for row in rollouts), "a sync was not checked"
@@ -66,17 +81,30 @@ def test_two_processes_train_what_the_engine_holds(name, runs):
 def test_a_server_and_a_colocated_engine_agree(runs):
     start = {name: record["probe_start"] for name, (record, _) in runs.items()}
     assert start["server"] == pytest.approx(start["colocated"], abs=SAME)
-    assert start["server, LoRA"] != pytest.approx(start["server"], abs=MOVED), "a random adapter changes the model"
+    assert start["server, LoRA"] != pytest.approx(start["server"], abs=MOVED), (
+        "a random adapter changes the model"
+    )
 
 
 @pytest.mark.vllm
 @pytest.mark.xdist_group("server")
 @pytest.mark.parametrize("way", ["fsdp2", pytest.param("zero3", marks=needs_deepspeed)])
 def test_weights_held_in_parts_arrive_whole(way, run_scenario, int8_server, tmp_path):
-    modes = {"colocate": {}, "server": {"vllm_mode": "server", "vllm_server_base_url": int8_server.url}}
+    modes = {
+        "colocate": {},
+        "server": {"vllm_mode": "server", "vllm_server_base_url": int8_server.url},
+    }
     arguments = []
     for mode, config in modes.items():
-        arguments += [tmp_path / "out", way, "--export", tmp_path / mode, "--config", json.dumps(config), "--and"]
+        arguments += [
+            tmp_path / "out",
+            way,
+            "--export",
+            tmp_path / mode,
+            "--config",
+            json.dumps(config),
+            "--and",
+        ]
     records = run_scenario("sharded.py", *arguments[:-1], processes=2, DS_ACCELERATOR="cpu")
     fresh = run_scenario("fresh_engine.py", *(tmp_path / mode for mode in modes))
     for mode, record, expected in zip(modes, records, fresh, strict=True):
@@ -85,9 +113,13 @@ def test_weights_held_in_parts_arrive_whole(way, run_scenario, int8_server, tmp_
         # A server is asked by the main process alone.
         engines = record["after"] if mode == "colocate" else record["after"][:1]
         assert engines == [pytest.approx(expected, abs=SAME)] * len(engines)
-        assert record["before"][0] != pytest.approx(expected, abs=MOVED), "the update did not move the probe"
+        assert record["before"][0] != pytest.approx(expected, abs=MOVED), (
+            "the update did not move the probe"
+        )
         assert record["probed"] or way == "zero3"
-        saved, whole = (load_file(tmp_path / name / "model.safetensors") for name in (f"{mode}-saved", mode))
+        saved, whole = (
+            load_file(tmp_path / name / "model.safetensors") for name in (f"{mode}-saved", mode)
+        )
         torch.testing.assert_close(saved, whole, rtol=0, atol=0)
 
 

@@ -1,4 +1,6 @@
-"""Broken syncs are noticed by digests, probe and version: computed by hand, and with a real engine."""
+"""Broken syncs are noticed by digests, probe and version:
+computed by hand, and with a real engine.
+"""
 
 from types import SimpleNamespace
 from zlib import crc32
@@ -36,26 +38,33 @@ from trl_qurl.rollout.wire import Continuation
 
 # What was broken, and the check that names it.
 BY_CHECK = {
-    "tensor skipped": "is undefined after a reload: MergedColumnParallelLinear. A tensor was missing",
+    "tensor "
+    "skipped": "is undefined after a reload: MergedColumnParallelLinear. A tensor was missing",
     "layer skipped": "no new weights for 1 of its layers (RowParallelLinear)",
     "norm skipped": "no new weights for 1 of its layers (RMSNorm)",
     "embedding skipped": "no new weights for 1 of its layers (VocabParallelEmbedding)",
-    "scale doubled on the way": "of 40 tensors, 1 different (first model.layers.1.mlp.gate_proj.weight_scale)",
-    "layers swapped on the way": "of 40 tensors, 4 different (first model.layers.0.mlp.up_proj.weight)",
+    "scale doubled on the "
+    "way": "of 40 tensors, 1 different (first model.layers.1.mlp.gate_proj.weight_scale)",
+    "layers swapped on the "
+    "way": "of 40 tensors, 4 different (first model.layers.0.mlp.up_proj.weight)",
     "scale doubled before sending": "log-probabilities of the probe differ",
     "layers swapped before sending": "log-probabilities of the probe differ",
     "reload that does nothing": "log-probabilities of the probe differ",
     "norm doubled inside": "log-probabilities of the probe differ",
     "version forgotten": "which this run sent: another run uses it",
     "prefix cache kept": "or keeps a cache from older ones",
-    "adapter's file changed before loading": "of 28 tensors, 1 different (first base_model.model.model.layers.1.mlp",
+    "adapter's file changed before "
+    "loading": "of 28 tensors, 1 different (first base_model.model.model.layers.1.mlp",
     "adapter's file changed after loading": "it uses a different adapter than the one in",
     "old adapter kept": "it uses a different adapter than the one in",
     "adapter doubled before sending": "log-probabilities of the probe differ",
     "adapter not asked for": "log-probabilities of the probe differ",
-    "NaN in a quantized layer": "model.layers.1.mlp.up_proj.weight holds NaN or infinity: training has diverged",
-    "infinity in the embedding": "model.embed_tokens.weight holds NaN or infinity: training has diverged",
-    "NaN in an adapter": "layers.1.mlp.up_proj.lora_B.weight holds NaN or infinity: training has diverged",
+    "NaN in a quantized "
+    "layer": "model.layers.1.mlp.up_proj.weight holds NaN or infinity: training has diverged",
+    "infinity in the "
+    "embedding": "model.embed_tokens.weight holds NaN or infinity: training has diverged",
+    "NaN in an "
+    "adapter": "layers.1.mlp.up_proj.lora_B.weight holds NaN or infinity: training has diverged",
 }
 SOUND = ["none", "adapter"]
 
@@ -68,7 +77,11 @@ def broken_syncs(run_scenario, tmp_path_factory):
 @pytest.mark.vllm
 @pytest.mark.xdist_group("proof")
 @pytest.mark.parametrize(
-    "fault", [pytest.param(fault, marks=needs_vnni) if "probe" in said else fault for fault, said in BY_CHECK.items()]
+    "fault",
+    [
+        pytest.param(fault, marks=needs_vnni) if "probe" in said else fault
+        for fault, said in BY_CHECK.items()
+    ],
 )
 def test_a_broken_sync_is_noticed(fault, broken_syncs):
     assert broken_syncs[fault] is not None, "no check noticed"
@@ -90,13 +103,19 @@ def test_digest_depends_on_every_bit_the_shape_and_the_dtype(dtype):
     changed = tensor.clone()
     changed.view(torch.uint8)[-1, -1] ^= 1
     digests = {
-        tensor_digest(t) for t in (tensor, changed, tensor.reshape(4, 3), tensor.reshape(3, 4).view(torch.uint8))
+        tensor_digest(t)
+        for t in (tensor, changed, tensor.reshape(4, 3), tensor.reshape(3, 4).view(torch.uint8))
     }
     assert len(digests) == 4
     assert tensor_digest(tensor) == tensor_digest(tensor.clone())
-    storage = torch.cat([tensor.flatten()[:1], tensor.flatten()])  # as a slice of a buffer, at any address
-    assert tensor_digest(tensor) == tensor_digest(storage[1:].view(3, 4)), "addresses are not contents"
-    assert tensor_digest(tensor) == tensor_digest(tensor.t().contiguous().t()), "strides are not contents"
+    # as a slice of a buffer, at any address
+    storage = torch.cat([tensor.flatten()[:1], tensor.flatten()])
+    assert tensor_digest(tensor) == tensor_digest(storage[1:].view(3, 4)), (
+        "addresses are not contents"
+    )
+    assert tensor_digest(tensor) == tensor_digest(tensor.t().contiguous().t()), (
+        "strides are not contents"
+    )
 
 
 def test_digest_does_not_depend_on_the_size_of_pieces(monkeypatch):
@@ -105,7 +124,8 @@ def test_digest_does_not_depend_on_the_size_of_pieces(monkeypatch):
     constants = torch.randint(2**62, (2, 64), generator=torch.Generator().manual_seed(0)) | 1
     tensor = torch.randn(60, 129, generator=torch.Generator().manual_seed(1))
     whole, split = tensor_digest(tensor), torch.Tensor.split
-    monkeypatch.setattr(torch.Tensor, "split", lambda self, size: split(self, 7))  # a GPU adds up more at a time
+    # a GPU adds up more at a time
+    monkeypatch.setattr(torch.Tensor, "split", lambda self, size: split(self, 7))
     assert tensor_digest(tensor) == whole
     words = tensor.flatten().view(torch.int64).tolist()
     table, order = constants.tolist()
@@ -121,11 +141,14 @@ def test_digest_does_not_depend_on_the_size_of_pieces(monkeypatch):
 def test_digest_depends_on_order_and_signs(dtype):
     tensor = torch.randn(512, 1024, generator=torch.Generator().manual_seed(0)).to(dtype)
     signs, columns, rows = tensor.clone(), tensor.roll(1, 1), tensor.roll(1, 0)
-    signs[:, 3::4] *= -1  # only the highest bit of words, in an even number of them: their sum does not change
+    # only the highest bit of words, in an even number of them: their sum does not change
+    signs[:, 3::4] *= -1
     swapped = tensor.clone()
     swapped[0, :2], swapped[0, 2:4] = tensor[0, 2:4], tensor[0, :2]  # two words
     halves = torch.cat([tensor[256:], tensor[:256]])
-    digests = {tensor_digest(each) for each in (tensor, signs, columns, rows, swapped, halves, -tensor)}
+    digests = {
+        tensor_digest(each) for each in (tensor, signs, columns, rows, swapped, halves, -tensor)
+    }
     assert len(digests) == 7
 
 
@@ -136,7 +159,12 @@ def bits_of(tensor):
     gaps.view(torch.uint8).copy_(tensor.view(torch.uint8))
     slices = torch.zeros(tensor.numel() + 3, dtype=tensor.dtype)[3:].view(tensor.shape)
     slices.view(torch.uint8).copy_(tensor.view(torch.uint8))
-    return {"dense": tensor, "transposed": tensor.transpose(0, -1), "gaps": gaps, "slice of a buffer": slices}
+    return {
+        "dense": tensor,
+        "transposed": tensor.transpose(0, -1),
+        "gaps": gaps,
+        "slice of a buffer": slices,
+    }
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1,), (7,), (16,), (5, 7), (3, 5, 9)], ids=str)
@@ -145,7 +173,9 @@ def bits_of(tensor):
     ["float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "int8", "uint8", "bool"],
 )
 def test_the_sum_of_bits_is_exact_wherever_a_tensor_lies(dtype, shape):
-    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(getattr(torch, dtype))
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(
+        getattr(torch, dtype)
+    )
     if tensor.dim() == 0 or tensor.numel() == 0:
         assert bit_sum(tensor).item() == sum(as_integers(tensor).flatten().tolist())
         return
@@ -166,13 +196,17 @@ def test_the_sum_of_bits_widens_a_piece_at_a_time(place, monkeypatch):
     if place == "gaps":  # each element is a word
         assert whole == sum(map(sum, words))
     else:  # four are
-        assert whole == torch.tensor(words, dtype=torch.int16).view(-1).view(torch.int64).sum().item()
+        assert (
+            whole == torch.tensor(words, dtype=torch.int16).view(-1).view(torch.int64).sum().item()
+        )
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-@pytest.mark.parametrize("bits", [0x7FC00000, 0x7FFFFFFF, -0x00400000, 0x7F800000, -0x00800000])  # NaNs, infinities
+# NaNs, infinities
+@pytest.mark.parametrize("bits", [0x7FC00000, 0x7FFFFFFF, -0x00400000, 0x7F800000, -0x00800000])
 def test_a_scale_shows_a_weight_that_is_not_finite(name, bits):
-    names, weights = [], [torch.randn(128, 256), torch.full((128, 256), 3e38)]  # a sum would overflow
+    # a sum would overflow
+    names, weights = [], [torch.randn(128, 256), torch.full((128, 256), 3e38)]
     sent = {
         f"{number}.{part}": tensor
         for number in range(2)
@@ -196,14 +230,18 @@ def test_metering_does_not_change_the_stream():
 
 
 def test_digests_name_what_differs():
-    with pytest.raises(SyncError, match=r"of 3 tensors, 1 missing \(first c\), 1 unexpected \(first d\), 1 different"):
+    with pytest.raises(
+        SyncError,
+        match=r"of 3 tensors, 1 missing \(first c\), 1 unexpected \(first d\), 1 different",
+    ):
         compare_digests({"a": "1", "b": "2", "c": "3"}, {"a": "1", "b": "x", "d": "3"})
     compare_digests({"a": "1"}, {"a": "1"})
 
 
 def test_probe_distance_is_relative_to_rounding():
-    # Two tokens of probability .5. Rounding moves the first by 0.01 nats: a distance of 0.5 * 0.01 = 0.005, and so a
-    # tolerance of 3 * 0.005 + 0.002 = 0.017. The engine did not name the third, so it does not count.
+    # Two tokens of probability .5. Rounding moves the first by 0.01 nats: a distance of 0.5 * 0.01
+    # = 0.005, and so a tolerance of 3 * 0.005 + 0.002 = 0.017. The engine did not name the third,
+    # so it does not count.
     half = torch.tensor(0.5).log().item()
     policy = torch.tensor([[half + 0.03, half, -9.0]])  # distance 0.5 * 0.03 = 0.015
     result = compare_probe([{0: half, 1: half}], policy, policy + torch.tensor([[-0.01, 0.0, 4.0]]))
@@ -214,7 +252,9 @@ def test_probe_distance_is_that_of_the_middle_step():
     policy = torch.zeros(3, 2)
     right, wrong = {0: 0.0}, {0: -1.0}  # distances 0 and exp(-1) * 1 = .37
     assert compare_probe([right, right, wrong], policy, policy).distance == 0.0
-    assert compare_probe([right, wrong, wrong], policy, policy).distance == pytest.approx(0.368, abs=1e-3)
+    assert compare_probe([right, wrong, wrong], policy, policy).distance == pytest.approx(
+        0.368, abs=1e-3
+    )
 
 
 def judged(*ratios):
@@ -239,7 +279,8 @@ def test_a_probe_beyond_rounding_is_a_warning(caplog):
         ([0.3], 2.1),  # the machine is quiet: 4 * 0.3 < 2
         ([1.5], 6.1),  # a CPU with AMX: 4 * 1.5
         ([5.0], 6.1),  # never more than at the first check
-        ([0.3, 1.9], 2.1),  # only the first check calibrates, or a fault that grows would be followed
+        # only the first check calibrates, or a fault that grows would be followed
+        ([0.3, 1.9], 2.1),
         ([0.3], float("nan")),
     ],
 )
@@ -254,15 +295,26 @@ def test_probe_prompts_are_fixed_and_within_bounds():
     assert prompts == probe_prompts(1000, block_size=16, max_model_len=64)
     assert list(map(len, prompts)) == [7, 23, 23]
     assert min(map(min, prompts)) >= 50 and max(map(max, prompts)) < 900
-    assert [len(prompt) for prompt in probe_prompts(50, block_size=16, max_model_len=17)] == [7, 9, 9]
-    assert {token for prompt in probe_prompts(2, block_size=16, max_model_len=64) for token in prompt} == {0}
+    assert [len(prompt) for prompt in probe_prompts(50, block_size=16, max_model_len=17)] == [
+        7,
+        9,
+        9,
+    ]
+    assert {
+        token for prompt in probe_prompts(2, block_size=16, max_model_len=64) for token in prompt
+    } == {0}
 
 
 def test_a_continuation_is_scored_where_its_tokens_were_chosen():
     model = tiny_model().eval()
     prompt, tokens = [5, 9, 70], [33, 12]
-    expected = [model(torch.tensor([prefix])).logits[0, -1].log_softmax(-1) for prefix in ([5, 9, 70], [5, 9, 70, 33])]
-    scored = Continuation(prompt, tokens, [{token: logps[token].item() for token in tokens} for logps in expected])
+    expected = [
+        model(torch.tensor([prefix])).logits[0, -1].log_softmax(-1)
+        for prefix in ([5, 9, 70], [5, 9, 70, 33])
+    ]
+    scored = Continuation(
+        prompt, tokens, [{token: logps[token].item() for token in tokens} for logps in expected]
+    )
     assert run_probe(model, [scored], stream_of(model, None)).distance < 1e-5
     shifted = scored._replace(logps=scored.logps[::-1])
     sharp = tiny_model(initializer_range=0.5)
@@ -283,7 +335,8 @@ def test_the_disturbance_is_as_large_as_rounding_and_ends():
 
 
 def test_activations_are_rounded_per_token_by_hand():
-    # Token 0: absmax 1.27, scale 0.01: 0.504 -> 50.4 -> 50. Token 1: ten times that, with a separate scale.
+    # Token 0: absmax 1.27, scale 0.01: 0.504 -> 50.4 -> 50. Token 1: ten times that, with a
+    # separate scale.
     rounded = SCHEMES["int8"].quantize_activations(torch.tensor([[1.27, 0.504], [12.7, 5.04]]))
     torch.testing.assert_close(rounded, torch.tensor([[1.27, 0.5], [12.7, 5.0]]))
 
@@ -302,7 +355,9 @@ def test_fake_quantization_is_that_of_the_codes(scheme, monkeypatch):
     with quantized_forward(model, QuantizationPlan(dict.fromkeys(layers, scheme))):
         quantized = model(tokens).logits
         output = layer(inputs)
-    expected = scheme.quantize_activations(inputs) @ scheme.dequantize(scheme.quantize(layer.weight)).t()
+    expected = (
+        scheme.quantize_activations(inputs) @ scheme.dequantize(scheme.quantize(layer.weight)).t()
+    )
     torch.testing.assert_close(output, expected)
     assert not torch.equal(plain, quantized)
     assert torch.equal(plain, model(tokens).logits), "the change outlived the block"
@@ -314,10 +369,15 @@ def test_a_16_bit_copy_of_a_weight_is_rounded_like_the_weight(own, scheme):
     grid = torch.bfloat16
     layer = torch.nn.Linear(512, 256, bias=False, dtype=own)
     sent = scheme.dequantize(scheme.quantize(on_grid(layer.weight.detach(), grid)), grid).to(grid)
-    with quantized_forward(torch.nn.ModuleDict({"up": layer}), QuantizationPlan({"up": scheme}), grid=grid):
-        layer.weight.data = layer.weight.data.to(grid)  # FSDP 2's in a forward pass (`MixedPrecisionPolicy`)
+    with quantized_forward(
+        torch.nn.ModuleDict({"up": layer}), QuantizationPlan({"up": scheme}), grid=grid
+    ):
+        # FSDP 2's in a forward pass (`MixedPrecisionPolicy`)
+        layer.weight.data = layer.weight.data.to(grid)
         rounded = layer.forward._rounded(layer.weight.detach(), grid)
-    assert torch.equal(rounded, sent), "the probe would compare with other weights than the engine's"
+    assert torch.equal(rounded, sent), (
+        "the probe would compare with other weights than the engine's"
+    )
 
 
 @pytest.mark.parametrize("cache", [*FP8_CACHES, *TOKEN_CACHES])

@@ -15,11 +15,19 @@ from safetensors.torch import load_file
 from tiny import FAMILIES, WHOLE_BLOCKS, layers_of, stream_of, tiny_model, tiny_tokenizer
 from torch.overrides import TorchFunctionMode
 
-from trl_qurl.quantization import SCHEMES, checkpoint, get_scheme, make_plan, packing, write_checkpoint
+from trl_qurl.quantization import (
+    SCHEMES,
+    checkpoint,
+    get_scheme,
+    make_plan,
+    packing,
+    write_checkpoint,
+)
 from trl_qurl.quantization.merging import model_parameters
 
 needs_llmcompressor = pytest.mark.skipif(
-    importlib.util.find_spec("llmcompressor") is None, reason="needs llm-compressor (trl-qurl[llmcompressor])"
+    importlib.util.find_spec("llmcompressor") is None,
+    reason="needs llm-compressor (trl-qurl[llmcompressor])",
 )
 
 INT8, FP8, W4A16, W8A16 = (SCHEMES[name] for name in ("int8", "fp8", "w4a16", "w8a16"))
@@ -32,8 +40,8 @@ def round_to(scheme, weight):
 
 
 def test_int8_codes_by_hand():
-    # Channel 0: absmax 1.275, scale 1.275 / 127.5 = 0.01, codes 100 and -127.5, which rounds to the even -128.
-    # Channel 1: all zero, scale = float32's eps, codes 0.
+    # Channel 0: absmax 1.275, scale 1.275 / 127.5 = 0.01, codes 100 and -127.5, which rounds to the
+    # even -128. Channel 1: all zero, scale = float32's eps, codes 0.
     weight = torch.tensor([[1.0, -1.275], [0.0, 0.0]])
     codes, scale = round_to(INT8, weight)
     assert codes.dtype == torch.int8
@@ -44,7 +52,8 @@ def test_int8_codes_by_hand():
 
 
 def test_fp8_codes_by_hand():
-    # absmax 448 -> scale 1. E4M3 has three bits of mantissa: 17 lies between 16 and 18 and ties to the even one, 16.
+    # absmax 448 -> scale 1. E4M3 has three bits of mantissa: 17 lies between 16 and 18 and ties to
+    # the even one, 16.
     codes, scale = round_to(FP8, torch.tensor([[448.0, 17.0, -1.0]]))
     assert codes.dtype == torch.float8_e4m3fn
     assert codes.float().tolist() == [[448.0, 16.0, -1.0]]
@@ -52,8 +61,8 @@ def test_fp8_codes_by_hand():
 
 
 def test_fp8_block_codes_by_hand():
-    # Four blocks. The first: absmax 448 -> scale 1, and 17 ties to 16. The second: absmax 4.48 -> scale 0.01, and
-    # 0.17 becomes 16 as well. The others: all zero, scale = float32's eps.
+    # Four blocks. The first: absmax 448 -> scale 1, and 17 ties to 16. The second: absmax 4.48 ->
+    # scale 0.01, and 0.17 becomes 16 as well. The others: all zero, scale = float32's eps.
     weight = torch.zeros(256, 256)
     weight[0, 0], weight[127, 127] = -448.0, 17.0
     weight[0, 128], weight[127, 255] = 4.48, 0.17
@@ -61,7 +70,12 @@ def test_fp8_block_codes_by_hand():
     eps = torch.finfo(torch.float32).eps
     torch.testing.assert_close(scale, torch.tensor([[1.0, 0.01], [eps, eps]]))
     assert codes.dtype == torch.float8_e4m3fn
-    assert [codes[place].item() for place in ((0, 0), (127, 127), (0, 128), (127, 255))] == [-448, 16, 448, 16]
+    assert [codes[place].item() for place in ((0, 0), (127, 127), (0, 128), (127, 255))] == [
+        -448,
+        16,
+        448,
+        16,
+    ]
     assert codes.float().count_nonzero() == 4
     restored = FP8_BLOCK.dequantize({"weight": codes, "weight_scale": scale})
     torch.testing.assert_close(restored[[0, 127], [128, 255]], torch.tensor([4.48, 0.16]))
@@ -69,9 +83,13 @@ def test_fp8_block_codes_by_hand():
 
 
 def test_fp8_block_activations_have_a_scale_per_token_and_group():
-    # Groups with absmax 448 and 4.48, scales 1 and 0.01: 17 and 0.17 both tie to 16. Another token has its own.
+    # Groups with absmax 448 and 4.48, scales 1 and 0.01: 17 and 0.17 both tie to 16. Another token
+    # has its own.
     activations = torch.zeros(2, 256)
-    activations[0, :2], activations[0, 128:130] = torch.tensor([448.0, 17.0]), torch.tensor([4.48, 0.17])
+    activations[0, :2], activations[0, 128:130] = (
+        torch.tensor([448.0, 17.0]),
+        torch.tensor([4.48, 0.17]),
+    )
     activations[1, :2] = torch.tensor([44.8, 1.7])
     expected = activations.clone()
     expected[[0, 0, 1], [1, 129, 1]] = torch.tensor([16.0, 0.16, 1.6])
@@ -80,27 +98,34 @@ def test_fp8_block_activations_have_a_scale_per_token_and_group():
 
 @pytest.mark.parametrize("shape", [(64, 128), (128, 64), (1, 128)])
 def test_layers_that_are_not_made_of_blocks_are_refused(shape):
-    with pytest.raises(ValueError, match=f"{shape[0]} x {shape[1]} is not made of whole blocks of 128 x 128"):
+    with pytest.raises(
+        ValueError, match=f"{shape[0]} x {shape[1]} is not made of whole blocks of 128 x 128"
+    ):
         FP8_BLOCK.quantize(torch.ones(shape))
 
 
 def test_mxfp8_codes_by_hand():
-    # Group 0: 448 is 1.75 x 2^8, which rounds up to 2^9; E4M3's largest exponent is 8, so the shared power is 2^1 (128
-    # with E8M0's bias). 448 / 2 = 224, and 17 / 2 = 8.5 ties to 8. Group 1: 3 is 1.5 x 2^1: 2^(1-8) (120), and
-    # 3 x 128 = 384. Group 2: all zero: 2^-127.
+    # Group 0: 448 is 1.75 x 2^8, which rounds up to 2^9; E4M3's largest exponent is 8, so the
+    # shared power is 2^1 (128 with E8M0's bias). 448 / 2 = 224, and 17 / 2 = 8.5 ties to 8. Group
+    # 1: 3 is 1.5 x 2^1: 2^(1-8) (120), and 3 x 128 = 384. Group 2: all zero: 2^-127.
     weight = torch.zeros(1, 96)
     weight[0, :2], weight[0, 32] = torch.tensor([448.0, -17.0]), 3.0
     codes, scale = round_to(MXFP8, weight)
     assert scale.tolist() == [[128, 120, 0]]
     assert codes[0, [0, 1, 32]].tolist() == [224.0, -8.0, 384.0]
-    assert MXFP8.dequantize({"weight": codes, "weight_scale": scale})[0, [0, 1, 32]].tolist() == [448.0, -16.0, 3.0]
+    assert MXFP8.dequantize({"weight": codes, "weight_scale": scale})[0, [0, 1, 32]].tolist() == [
+        448.0,
+        -16.0,
+        3.0,
+    ]
 
 
 @pytest.mark.parametrize("exponent", [-40, -1, 0, 1, 60])
 def test_mxfp8_activations_are_below_448(exponent):
-    # Other than for weights: 448 = 1.75 x 2^8 needs no more than 2^0. There 17 and 19 tie to even codes, 16 and 20,
-    # and 2^-9 is the smallest code. The next float32 above 448 needs 2^1, where half of 2^-9 ties to 0, and half of
-    # 3 x 2^-9 to 2 x 2^-9. A group of zeros stays one. A power of two in front changes nothing.
+    # Other than for weights: 448 = 1.75 x 2^8 needs no more than 2^0. There 17 and 19 tie to even
+    # codes, 16 and 20, and 2^-9 is the smallest code. The next float32 above 448 needs 2^1, where
+    # half of 2^-9 ties to 0, and half of 3 x 2^-9 to 2 x 2^-9. A group of zeros stays one. A power
+    # of two in front changes nothing.
     smallest, unit = 2.0**-9, 2.0**exponent
     above = torch.nextafter(torch.tensor(448.0), torch.tensor(449.0)).item()
     activations = torch.zeros(1, 96)
@@ -118,9 +143,10 @@ def test_mxfp8_activations_are_below_448(exponent):
     ids=["w4a16", "w8a16"],
 )
 def test_packed_codes_by_hand(scheme, limit, words):
-    # Two groups of 128. Group 0: absmax 7.5, scale 7.5 / 7.5 = 1, codes 7 (7.5 is clipped), -8 (-7.5 ties to even), 1;
-    # with 8 bits 127, -128 and 1. Group 1: all zero, scale = float32's eps. Codes are stored eight (four) to a word
-    # with 8 (128) added, the first in the lowest bits: 15, 0, 9, then 8s (255, 0, 129, then 128s).
+    # Two groups of 128. Group 0: absmax 7.5, scale 7.5 / 7.5 = 1, codes 7 (7.5 is clipped), -8
+    # (-7.5 ties to even), 1; with 8 bits 127, -128 and 1. Group 1: all zero, scale = float32's eps.
+    # Codes are stored eight (four) to a word with 8 (128) added, the first in the lowest bits: 15,
+    # 0, 9, then 8s (255, 0, 129, then 128s).
     weight = torch.zeros(1, 256)
     weight[0, :3] = torch.tensor([limit + 0.5, -limit - 0.5, 1.2])
     tensors = scheme.quantize(weight)
@@ -137,10 +163,15 @@ def test_weight_only_formats_leave_activations_alone(scheme):
 
 
 @pytest.mark.parametrize("quantizer", ["streaming", "llmcompressor"])
-def test_widths_that_groups_do_not_divide_are_refused_with_the_pattern_that_keeps_them(quantizer, tmp_path):
+def test_widths_that_groups_do_not_divide_are_refused_with_the_pattern_that_keeps_them(
+    quantizer, tmp_path
+):
     pytest.importorskip("llmcompressor")
     model = tiny_model(intermediate_size=192)
-    message = r"2 of the 14 layers, first model.layers.0.mlp.down_proj: it has 192 inputs.*add 're:\.\*down_proj'"
+    message = (
+        r"2 of the 14 layers, first model.layers.0.mlp.down_proj: it has 192 inputs.*add "
+        r"'re:\.\*down_proj'"
+    )
     with pytest.raises(ValueError, match=message):
         write_checkpoint(model, None, "w4a16", tmp_path / "out", quantizer=quantizer)
     ignore = ["lm_head", "re:.*down_proj"]
@@ -172,9 +203,17 @@ def test_rounding_in_chunks_changes_no_bit(scheme, monkeypatch):
 
 
 class DivisionAsOnCUDA(TorchFunctionMode):
-    """PyTorch on CUDA divides a tensor by a Python number as a product with the number's reciprocal in float32."""
+    """PyTorch on CUDA divides a tensor by a Python number as a product with the number's reciprocal
+    in float32.
+    """
 
-    DIVISIONS = (torch.div, torch.true_divide, torch.Tensor.div, torch.Tensor.div_, torch.Tensor.__truediv__)
+    DIVISIONS = (
+        torch.div,
+        torch.true_divide,
+        torch.Tensor.div,
+        torch.Tensor.div_,
+        torch.Tensor.__truediv__,
+    )
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function in self.DIVISIONS and isinstance(args[1], int | float):
@@ -186,7 +225,9 @@ class DivisionAsOnCUDA(TorchFunctionMode):
 def quantize_as_triton(x, scale, zero_point, q_min, q_max, args, dtype=None, global_scale=None):
     """What compressed-tensors 0.19 runs on CUDA instead of `_quantize`: it divides in float32."""
     quotient = x.float() / scale.float() + zero_point.float()
-    codes = round_to_quantized_type_args(tensor=quotient, args=args, min=q_min.float(), max=q_max.float())
+    codes = round_to_quantized_type_args(
+        tensor=quotient, args=args, min=q_min.float(), max=q_max.float()
+    )
     return codes.to(x.dtype).to(dtype or x.dtype)
 
 
@@ -209,7 +250,8 @@ def test_cuda_rounds_to_the_same_bits(scheme, dtype, monkeypatch):
     rounded = scheme.quantize_activations(weight)
     monkeypatch.setattr(forward_helpers, "_quantize", quantize_as_triton)
     with DivisionAsOnCUDA():
-        # llm-compressor divides by tensors on the weight's device, so that its bits are the same everywhere.
+        # llm-compressor divides by tensors on the weight's device, so that its bits are the same
+        # everywhere.
         reference = reference_scale(scheme, weight)
         on_cuda = scheme.quantize(weight)
         assert torch.equal(scheme.quantize_activations(weight), rounded)
@@ -231,13 +273,18 @@ def test_input_is_untouched_and_other_tensors_pass_through_as_they_are():
 
 def test_a_layer_that_never_comes_is_an_error():
     model = tiny_model()
-    others = [pair for pair in model_parameters(model) if pair[0] != "model.layers.1.mlp.up_proj.weight"]
+    others = [
+        pair for pair in model_parameters(model) if pair[0] != "model.layers.1.mlp.up_proj.weight"
+    ]
     with pytest.raises(ValueError, match="1 of 14 layers .*'model.layers.1.mlp.up_proj'"):
         list(stream_of(model, INT8).tensors(others))
 
 
 def test_only_floating_matrices_are_quantized():
-    for weight, reason in ((torch.ones(3), r"has the shape \(3,\)"), (torch.ones(2, 2).int(), "of dtype torch.int32")):
+    for weight, reason in (
+        (torch.ones(3), r"has the shape \(3,\)"),
+        (torch.ones(2, 2).int(), "of dtype torch.int32"),
+    ):
         with pytest.raises(ValueError, match=f"{reason}.*quantization_ignore"):
             INT8.quantize(weight)
 
@@ -258,14 +305,18 @@ def test_ignore_patterns(ignore, kept):
 
 def test_a_head_that_is_tied_is_refused():
     for model in (tiny_model(), tiny_model("llama", num_hidden_layers=1)):
-        with pytest.raises(ValueError, match=r"lm_head shares its weight .* keep 'lm_head' in quantization_ignore"):
+        with pytest.raises(
+            ValueError, match=r"lm_head shares its weight .* keep 'lm_head' in quantization_ignore"
+        ):
             layers_of(model, [])
 
 
 def test_a_head_is_refused_in_blocks():
     model = tiny_model(tie_word_embeddings=False, vocab_size=128, **WHOLE_BLOCKS)
     layers_of(model, [], INT8)
-    with pytest.raises(ValueError, match=r"lm_head: vLLM cannot load an output head .* add 're:\.\*lm_head'"):
+    with pytest.raises(
+        ValueError, match=r"lm_head: vLLM cannot load an output head .* add 're:\.\*lm_head'"
+    ):
         layers_of(model, [], FP8_BLOCK)
 
 
@@ -284,7 +335,9 @@ def test_vllm_is_told_of_a_quantized_head_by_its_name(ignore, targets):
 
 
 def test_ignoring_everything_is_an_error():
-    with pytest.raises(ValueError, match=r"matches all 14 linear layers of Qwen2.*rollout_quantization=None"):
+    with pytest.raises(
+        ValueError, match=r"matches all 14 linear layers of Qwen2.*rollout_quantization=None"
+    ):
         layers_of(tiny_model(), ["Linear"])
 
 
@@ -296,19 +349,24 @@ def test_layers_of_a_peft_model_are_those_of_its_base():
     assert layers_of(adapted) == base
 
 
-# Against llm-compressor ----------------------------------------------------------------------------------------------
+# Against llm-compressor
+# ----------------------------------------------------------------------------------------------
 
 
 def assert_streamed_equals_llmcompressor(model, scheme, directory, ignore=("lm_head",)):
     streamed = dict(stream_of(model, get_scheme(scheme), ignore).tensors(model_parameters(model)))
     place = directory / "reference"
-    write_checkpoint(model, tiny_tokenizer(), scheme, place, ignore=ignore, quantizer="llmcompressor")
+    write_checkpoint(
+        model, tiny_tokenizer(), scheme, place, ignore=ignore, quantizer="llmcompressor"
+    )
     saved = load_file(directory / "reference" / "model.safetensors")
     assert streamed.keys() == saved.keys()
     for name, tensor in saved.items():
         assert streamed[name].dtype == tensor.dtype, name
         assert streamed[name].shape == tensor.shape, name
-        assert torch.equal(streamed[name].contiguous().view(torch.uint8), tensor.view(torch.uint8)), name
+        assert torch.equal(
+            streamed[name].contiguous().view(torch.uint8), tensor.view(torch.uint8)
+        ), name
 
 
 @needs_llmcompressor
@@ -316,7 +374,11 @@ def assert_streamed_equals_llmcompressor(model, scheme, directory, ignore=("lm_h
 @pytest.mark.parametrize(
     ("family", "scheme"),
     # A format sees no more of a family than the names of its layers.
-    [(family, scheme) for scheme in SCHEMES for family in (FAMILIES if scheme == "int8" else FAMILIES[:1])],
+    [
+        (family, scheme)
+        for scheme in SCHEMES
+        for family in (FAMILIES if scheme == "int8" else FAMILIES[:1])
+    ],
 )
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_stream_equals_llmcompressor_bit_for_bit(family, scheme, dtype, tied, tmp_path):
@@ -326,7 +388,9 @@ def test_stream_equals_llmcompressor_bit_for_bit(family, scheme, dtype, tied, tm
 
 @needs_llmcompressor
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=["64", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.bfloat16, torch.float16], ids=["64", "bfloat16", "float16"]
+)
 def test_stream_equals_llmcompressor_on_zeros_and_tiny_weights(scheme, dtype, tmp_path):
     model = tiny_model(dtype=dtype, num_hidden_layers=1, **WHOLE_BLOCKS)
     mlp, attention = model.model.layers[0].mlp, model.model.layers[0].self_attn
@@ -335,7 +399,8 @@ def test_stream_equals_llmcompressor_on_zeros_and_tiny_weights(scheme, dtype, tm
         mlp.up_proj.weight[:3] = 0
         mlp.up_proj.weight[2:4, :64] = -0.0
         attention.q_proj.weight.mul_(2.0**-20)  # subnormal in float16
-        # Around the smallest normal number of float16, 6.1e-5, and what rounds up to it; 3e-39 is subnormal elsewhere.
+        # Around the smallest normal number of float16, 6.1e-5, and what rounds up to it; 3e-39 is
+        # subnormal elsewhere.
         for row, value in enumerate((448.0, 447.0, 6e-5, 5e-5, 4e-5, 1e-30, 3e-39)):
             mlp.down_proj.weight[row, :64] = value
     assert_streamed_equals_llmcompressor(model, scheme, tmp_path)
@@ -365,18 +430,33 @@ def test_stream_equals_llmcompressor_with_the_head(scheme, tmp_path):
 
 
 @needs_llmcompressor
-@pytest.mark.parametrize(("scheme", "ignore"), [*((name, ("lm_head",)) for name in SCHEMES), ("int8", ())])
+@pytest.mark.parametrize(
+    ("scheme", "ignore"), [*((name, ("lm_head",)) for name in SCHEMES), ("int8", ())]
+)
 def test_both_writers_tell_vllm_the_same(scheme, ignore, tmp_path):
     model = tiny_model(num_hidden_layers=1, tie_word_embeddings=False, **WHOLE_BLOCKS)
     configs = []
     for quantizer in ("llmcompressor", "streaming"):
-        write_checkpoint(model, tiny_tokenizer(), scheme, tmp_path / quantizer, quantizer=quantizer, ignore=ignore)
+        write_checkpoint(
+            model,
+            tiny_tokenizer(),
+            scheme,
+            tmp_path / quantizer,
+            quantizer=quantizer,
+            ignore=ignore,
+        )
         config = json.loads((tmp_path / quantizer / "config.json").read_text())
         quantization = config["quantization_config"]
         for layer_inputs in quantization["config_groups"]["group_0"].values():
             if isinstance(layer_inputs, dict):
-                layer_inputs.pop("observer")  # how the scales were found; of no interest to an engine
-        configs.append({key: quantization[key] for key in ("config_groups", "format", "ignore", "quant_method")})
+                # how the scales were found; of no interest to an engine
+                layer_inputs.pop("observer")
+        configs.append(
+            {
+                key: quantization[key]
+                for key in ("config_groups", "format", "ignore", "quant_method")
+            }
+        )
         assert config["architectures"] == ["Qwen2ForCausalLM"]
         assert (tmp_path / quantizer / "tokenizer.json").exists()
         assert (tmp_path / quantizer / "generation_config.json").exists()
@@ -397,7 +477,9 @@ def test_llmcompressor_leaves_the_model_alone(tmp_path):
 
 def test_missing_llmcompressor_names_the_extra(monkeypatch, tmp_path):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"pip install 'trl-qurl\[llmcompressor\]'.*quantizer='streaming'"):
+    with pytest.raises(
+        ImportError, match=r"pip install 'trl-qurl\[llmcompressor\]'.*quantizer='streaming'"
+    ):
         write_checkpoint(tiny_model(), None, "int8", tmp_path / "out", quantizer="llmcompressor")
     assert not list(tmp_path.iterdir())
 

@@ -1,6 +1,7 @@
 """The noise of a colocated engine: its own, and repeatable.
 
-Drawn as vLLM draws it: Model Runner V1 samples from torch's generator, V2 takes a seed for each request from NumPy's.
+Drawn as vLLM draws it: Model Runner V1 samples from torch's generator, V2 takes a seed for each
+request from NumPy's.
 """
 
 import numpy
@@ -15,7 +16,12 @@ def draw(noise: EngineNoise, step: int, mode: str = "train") -> tuple[float, int
 
 
 def test_each_generation_has_its_own_noise():
-    drawn = [draw(EngineNoise(seed, engine), step) for seed in (1, 2) for engine in (0, 1) for step in (0, 1)]
+    drawn = [
+        draw(EngineNoise(seed, engine), step)
+        for seed in (1, 2)
+        for engine in (0, 1)
+        for step in (0, 1)
+    ]
     noise = EngineNoise(1, 0)
     drawn += [draw(noise, 2), draw(noise, 2), draw(noise, 2, "eval")]
     for values in zip(*drawn, strict=True):
@@ -26,7 +32,8 @@ def test_a_resumed_run_draws_what_the_uninterrupted_one_drew():
     whole, resumed = EngineNoise(1, 0), EngineNoise(1, 0)
     draw(whole, 0)
     draw(whole, 4)
-    draw(whole, 4, "eval")  # an evaluation before the checkpoint, which the resumed run does not repeat
+    # an evaluation before the checkpoint, which the resumed run does not repeat
+    draw(whole, 4, "eval")
     assert draw(whole, 8) == draw(resumed, 8)
     assert draw(whole, 8) == draw(resumed, 8)
 

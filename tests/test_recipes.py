@@ -1,4 +1,6 @@
-"""Recipes: they parse, repeat the paper's settings (ours fit in memory), and run on real questions."""
+"""Recipes: they parse, repeat the paper's settings (ours fit in
+memory), and run on real questions.
+"""
 
 import io
 import itertools
@@ -19,7 +21,12 @@ import trl_qurl
 from trl_qurl.lab import grading
 from trl_qurl.lab.recipes import grpo, ppo, rloo
 from trl_qurl.lab.recipes.arguments import merge_settings, recipes, take_files
-from trl_qurl.lab.recipes.questions import Recipe, _set_up_logging, checkpoint_to_resume, tell_other_format
+from trl_qurl.lab.recipes.questions import (
+    Recipe,
+    _set_up_logging,
+    checkpoint_to_resume,
+    tell_other_format,
+)
 from trl_qurl.lab.recipes.rewards import load_rewards, punishments
 from trl_qurl.lab.runs import read_run
 from trl_qurl.trainers.run_log import begin_log, end_log
@@ -30,8 +37,8 @@ OWN = sorted((ROOT / "trl_qurl" / "lab" / "recipes" / "own").glob("*.yaml"))
 VARIANTS = sorted((ROOT / "examples" / "recipes" / "variants").glob("*.yaml"))
 ON_CPU = ["--use_cpu", "--bf16", "false"]
 
-# What the paper says: processes the file is written for, completions and prompts a rollout, rollouts, longest
-# completion, learning rate, KL coefficient, temperature.
+# What the paper says: processes the file is written for, completions and prompts a rollout,
+# rollouts, longest completion, learning rate, KL coefficient, temperature.
 PAPER = {
     "gsm8k_ppo": (1, 256, 256, 435, 512, 1e-5, 0.0, 1.0),
     "dapo": (8, 512 * 16, 512, 200, 3072, 1e-6, 0.0, 1.0),
@@ -48,7 +55,12 @@ VARIANT_SETTINGS = {
     "qurl_without_uaq": ("int8", "acr", 1.0),
 }
 GSM8K = ("gsm8k/train", "gsm8k/test")
-DATA = {"gsm8k_ppo": GSM8K, "lora_w4": GSM8K, "rloo": GSM8K, "dapo": ("dapo_math_17k/train", "aime2024/test")}
+DATA = {
+    "gsm8k_ppo": GSM8K,
+    "lora_w4": GSM8K,
+    "rloo": GSM8K,
+    "dapo": ("dapo_math_17k/train", "aime2024/test"),
+}
 DEEPSCALER = ("deepscaler/train_subset", "aime2024/test")
 
 
@@ -65,14 +77,23 @@ def test_recipes_and_variants_are_found_by_name_from_anywhere(tmp_path, monkeypa
     _, config, _ = ppo.parse_arguments(["--config", "gsm8k_ppo", mine, *ON_CPU])
     assert (config.max_steps, config.seed) == (1740, 7)
     assert [*recipes()] == [path.stem for path in (*RECIPES, *VARIANTS, *OWN)]
-    assert [{path.stem for path in paths} for paths in (RECIPES, VARIANTS)] == [{*PAPER}, {*VARIANT_SETTINGS}]
-    with pytest.raises(FileNotFoundError, match="file gsm8k does not exist: .* or variant: dapo, .*, bf16, .*tis"):
+    assert [{path.stem for path in paths} for paths in (RECIPES, VARIANTS)] == [
+        {*PAPER},
+        {*VARIANT_SETTINGS},
+    ]
+    with pytest.raises(
+        FileNotFoundError, match="file gsm8k does not exist: .* or variant: dapo, .*, bf16, .*tis"
+    ):
         ppo.parse_arguments(["--config", "gsm8k", *ON_CPU])
     write(tmp_path / "dapo", seed=7)
-    assert take_files(["--config", "dapo"]) == ([("dapo", {"seed": 7})], []), "a local file comes first"
+    assert take_files(["--config", "dapo"]) == ([("dapo", {"seed": 7})], []), (
+        "a local file comes first"
+    )
     settings = [[("a", {"seed": 1, "beta": 2}), ("b", {"beta": 3})][::step] for step in (1, -1)]
     merged = [merge_settings(files, {"seed", "beta"}, "grpo") for files in settings]
-    assert merged == [{"seed": 1, "beta": 3}, {"seed": 1, "beta": 2}], "later files override earlier ones"
+    assert merged == [{"seed": 1, "beta": 3}, {"seed": 1, "beta": 2}], (
+        "later files override earlier ones"
+    )
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
@@ -90,9 +111,14 @@ def test_a_recipe_has_the_settings_of_the_paper(recipe):
     # A row of the log for each rollout, and a benchmark after a whole number of them.
     assert config.logging_steps == config.updates_per_rollout
     assert script.eval_tasks and script.eval_tasks_steps % config.updates_per_rollout == 0
-    before = {"deepscaler_16k": "deepscaler_8k", "deepscaler_24k": "deepscaler_16k"}.get(recipe.stem)
+    before = {"deepscaler_16k": "deepscaler_8k", "deepscaler_24k": "deepscaler_16k"}.get(
+        recipe.stem
+    )
     if before:
-        assert model.model_name_or_path == grpo.parse_arguments(["--config", before, *ON_CPU])[1].output_dir
+        assert (
+            model.model_name_or_path
+            == grpo.parse_arguments(["--config", before, *ON_CPU])[1].output_dir
+        )
 
 
 def test_dapo_is_dapo():
@@ -103,15 +129,23 @@ def test_dapo_is_dapo():
     assert config.mask_truncated_completions
     (punish,) = punishments(script.soft_overlong_cache, config)
     # DAPO, Eq. 13, with 3072 tokens and 614 of them before the limit: -(2765 - 2458) / 614 = -0.5.
-    assert punish(completion_ids=[[0] * 2458, [0] * 2765, [0] * 3072]) == pytest.approx([0.0, -0.5, -1.0])
+    assert punish(completion_ids=[[0] * 2458, [0] * 2765, [0] * 3072]) == pytest.approx(
+        [0.0, -0.5, -1.0]
+    )
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda path: path.stem)
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_every_variant_of_every_recipe_loads(recipe, variant):
-    _, config, _ = module_of(recipe).parse_arguments(["--config", str(recipe), str(variant), *ON_CPU])
+    _, config, _ = module_of(recipe).parse_arguments(
+        ["--config", str(recipe), str(variant), *ON_CPU]
+    )
     scheme, objective, uaq_scale = VARIANT_SETTINGS[variant.stem]
-    assert (config.rollout_quantization, config.objective, config.uaq_scale) == (scheme, objective, uaq_scale)
+    assert (config.rollout_quantization, config.objective, config.uaq_scale) == (
+        scheme,
+        objective,
+        uaq_scale,
+    )
     _, plain, _ = module_of(recipe).parse_arguments(["--config", str(recipe), *ON_CPU])
     assert (config.max_steps, config.learning_rate) == (plain.max_steps, plain.learning_rate)
 
@@ -128,10 +162,26 @@ def two_steps_of(name, model, directory):
     """Arguments for two steps of a tiny model on the real questions."""
     train, test = (SHARED / "data" / f"{data}.jsonl.gz" for data in DATA.get(name, DEEPSCALER))
     argv = [*ON_CPU, "--model_name_or_path", model, "--max_steps", 2]
-    argv += ["--dataset", train, "--dataset_limit", 12, "--question_column", "question", "--answer_column", "answer"]
+    argv += [
+        "--dataset",
+        train,
+        "--dataset_limit",
+        12,
+        "--question_column",
+        "question",
+        "--answer_column",
+        "answer",
+    ]
     argv += ["--eval_tasks", f"held_out={test}", "--eval_tasks_limit", 3, "--eval_tasks_steps", 2]
     argv += ["--output_dir", directory / name, "--logging_steps", 1, "--save_strategy", "no"]
-    argv += ["--per_device_train_batch_size", 4, "--gradient_accumulation_steps", 1, "--steps_per_generation", 2]
+    argv += [
+        "--per_device_train_batch_size",
+        4,
+        "--gradient_accumulation_steps",
+        1,
+        "--steps_per_generation",
+        2,
+    ]
     argv += ["--max_completion_length", 6, "--report_to", "none", "--vllm_max_model_length", 4096]
     return [*argv, "--vllm_engine_kwargs", json.dumps(ENGINE), "--sync_check_interval", 0]
 
@@ -153,7 +203,10 @@ def run_of(recipe, variants, model, directory):
 def two_steps(run_scenario, model, tmp_path_factory):
     """Every recipe of the paper for two steps, each with another variant; what was logged."""
     directory = tmp_path_factory.mktemp("runs")
-    runs = [run_of(recipe, [v], model, directory) for recipe, v in zip(RECIPES, itertools.cycle(VARIANTS))]
+    runs = [
+        run_of(recipe, [v], model, directory)
+        for recipe, v in zip(RECIPES, itertools.cycle(VARIANTS))
+    ]
     # RLOO has no recipe of the paper's, and runs with its command's defaults.
     argv = [*two_steps_of("rloo", model, directory), "--num_generations", 4, "--save_quantized"]
     runs.append(["rloo", "rloo", json.dumps([str(argument) for argument in argv])])
@@ -162,7 +215,9 @@ def two_steps(run_scenario, model, tmp_path_factory):
 
 @pytest.mark.vllm
 @pytest.mark.slow
-@pytest.mark.skipif(not (SHARED / "data").exists(), reason="the data sets are not beside this checkout")
+@pytest.mark.skipif(
+    not (SHARED / "data").exists(), reason="the data sets are not beside this checkout"
+)
 def test_an_adapter_on_a_base_in_four_bits_trains(run_scenario, model, tmp_path):
     (recipe,) = OWN
     record = run_scenario("recipes.py", *run_of(recipe, [], model, tmp_path))[recipe.stem]
@@ -174,7 +229,9 @@ def test_an_adapter_on_a_base_in_four_bits_trains(run_scenario, model, tmp_path)
 
 @pytest.mark.vllm
 @pytest.mark.xdist_group("recipes")
-@pytest.mark.skipif(not (SHARED / "data").exists(), reason="the data sets are not beside this checkout")
+@pytest.mark.skipif(
+    not (SHARED / "data").exists(), reason="the data sets are not beside this checkout"
+)
 @pytest.mark.parametrize("recipe", [*RECIPES, Path("rloo")], ids=lambda path: path.stem)
 def test_two_steps_on_the_real_questions(recipe, two_steps):
     directory, records = two_steps
@@ -186,7 +243,9 @@ def test_two_steps_on_the_real_questions(recipe, two_steps):
     assert rollout["num_tokens"] > 100 and "rewards/accuracy_reward/mean" in rollout
     metric = "eval_held_out/actor_avg@1"
     evaluations = [row for row in record["history"] if metric in row]
-    assert [row["step"] for row in evaluations] == [0, 2], "a benchmark before the first step and after the second"
+    assert [row["step"] for row in evaluations] == [0, 2], (
+        "a benchmark before the first step and after the second"
+    )
     assert (directory / recipe.stem / "config.json").exists()
     quantized = directory / f"{recipe.stem}-int8"
     assert quantized.exists() == (recipe.stem in ("deepscaler_16k", "rloo"))
@@ -194,10 +253,15 @@ def test_two_steps_on_the_real_questions(recipe, two_steps):
     assert len(run.series(metric)) == 2 and run.series("reward")
     if recipe.stem == "dapo":
         assert "rewards/soft_overlong_punishment_reward/mean" in rollout
-        # An untrained model gets the same reward for every answer: the rounds end, and training continues.
-        assert rollout["dynamic_sampling/rounds"] > 1 and rollout["dynamic_sampling/filled_share"] == 0
+        # An untrained model gets the same reward for every answer: the rounds end, and training
+        # continues.
+        assert (
+            rollout["dynamic_sampling/rounds"] > 1 and rollout["dynamic_sampling/filled_share"] == 0
+        )
     if recipe.stem == "rloo":
-        assert rollout["mismatch/kl_k3"] > 0 and "kl" in rollout, "beta is above 0, and there is a reference model"
+        assert rollout["mismatch/kl_k3"] > 0 and "kl" in rollout, (
+            "beta is above 0, and there is a reference model"
+        )
 
 
 def write(path, **settings):
@@ -206,66 +270,134 @@ def write(path, **settings):
 
 
 def test_a_length_penalty_for_every_length_is_refused(tmp_path):
-    _, config, _ = grpo.parse_arguments(["--output_dir", str(tmp_path), "--max_completion_length", "100", *ON_CPU])
+    _, config, _ = grpo.parse_arguments(
+        ["--output_dir", str(tmp_path), "--max_completion_length", "100", *ON_CPU]
+    )
     assert punishments(None, config) == []
     for cache in (0, 100, 200):
-        with pytest.raises(ValueError, match=f"soft_overlong_cache={cache} .* max_completion_length=100"):
+        with pytest.raises(
+            ValueError, match=f"soft_overlong_cache={cache} .* max_completion_length=100"
+        ):
             punishments(cache, config)
 
 
 @pytest.fixture
 def my_rewards(tmp_path, monkeypatch):
-    """A module of reward functions in the working directory, which has a name of its own for each test."""
+    """A module of reward functions in the working directory, which has a name of its own for each
+    test.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     name = f"rewards_{tmp_path.name}"
-    (tmp_path / f"{name}.py").write_text("def level_reward(completions, level, **kwargs):\n    return level\n")
+    (tmp_path / f"{name}.py").write_text(
+        "def level_reward(completions, level, **kwargs):\n    return level\n"
+    )
     return name
 
 
 def test_reward_functions_by_name_and_by_path(my_rewards):
     mine = load_rewards([f"{my_rewards}.level_reward", f"{my_rewards}:level_reward"])
     assert [function([], level=[2]) for function in mine] == [[2], [2]]
-    names = ["accuracy_reward", "think_format_reward", "get_soft_overlong_punishment", "trl.rewards.accuracy_reward"]
+    names = [
+        "accuracy_reward",
+        "think_format_reward",
+        "get_soft_overlong_punishment",
+        "trl.rewards.accuracy_reward",
+    ]
     ours, think, overlong, theirs = load_rewards(names)
-    assert ours is grading.accuracy_reward and theirs is not ours and think.__name__ == "think_format_reward"
+    assert (
+        ours is grading.accuracy_reward
+        and theirs is not ours
+        and think.__name__ == "think_format_reward"
+    )
     assert overlong(completion_ids=[[0] * 1024, [0] * 1280]) == [0.0, -1.0], "as with TRL's command"
-    for wrong in ("acuracy_reward", "no_such_module.length", f"{my_rewards}.level", f"{my_rewards}.__name__"):
-        with pytest.raises(ValueError, match=rf"--reward_funcs {wrong} cannot be loaded .* import path of a function"):
+    for wrong in (
+        "acuracy_reward",
+        "no_such_module.length",
+        f"{my_rewards}.level",
+        f"{my_rewards}.__name__",
+    ):
+        with pytest.raises(
+            ValueError,
+            match=rf"--reward_funcs {wrong} cannot be loaded .* import path of a function",
+        ):
             load_rewards([wrong])
 
 
 @pytest.mark.parametrize("recipe", [grpo, ppo, rloo], ids=["grpo", "ppo", "rloo"])
 @pytest.mark.parametrize("is_graded", [False, True])
-def test_reward_functions_reach_the_trainer(recipe, is_graded, my_rewards, model, tmp_path, monkeypatch):
-    monkeypatch.setattr(trl_qurl, f"QuRL{recipe.__name__.rpartition('.')[2].upper()}Trainer", built := MagicMock())
+def test_reward_functions_reach_the_trainer(
+    recipe, is_graded, my_rewards, model, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(
+        trl_qurl, f"QuRL{recipe.__name__.rpartition('.')[2].upper()}Trainer", built := MagicMock()
+    )
     monkeypatch.setattr(Recipe, "_learn", lambda *arguments: None)
     (tmp_path / "few.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
     (tmp_path / "q.jsonl").write_text('{"question": "1 + 1?", "level": 2, "answer": "2"}\n')
     names = [f"{my_rewards}.level_reward", *["accuracy_reward"] * is_graded]
-    argv = ["--model", model, "--dataset", tmp_path / "q.jsonl", "--reward_funcs", *names, "--output_dir", tmp_path]
+    argv = [
+        "--model",
+        model,
+        "--dataset",
+        tmp_path / "q.jsonl",
+        "--reward_funcs",
+        *names,
+        "--output_dir",
+        tmp_path,
+    ]
     trainer = recipe.train(*recipe.parse_arguments([*ON_CPU, *map(str, argv)]))
     with pytest.raises(
-        ValueError, match=r"'level_reward' \(missing .* 'level'\): it passes .* question, answer.* by name"
+        ValueError,
+        match=r"'level_reward' \(missing .* 'level'\): it passes .* question, answer.* by name",
     ):
-        recipe.train(*recipe.parse_arguments([*ON_CPU, *map(str, argv), "--dataset", str(tmp_path / "few.jsonl")]))
+        recipe.train(
+            *recipe.parse_arguments(
+                [*ON_CPU, *map(str, argv), "--dataset", str(tmp_path / "few.jsonl")]
+            )
+        )
     given = built.call_args.kwargs
-    assert [function.__name__ for function in given["reward_funcs"]] == [name.split(".")[-1] for name in names]
+    assert [function.__name__ for function in given["reward_funcs"]] == [
+        name.split(".")[-1] for name in names
+    ]
     [row] = given["train_dataset"]
-    assert (row["level"], row["answer"], row.get("solution")) == (2, "2", "$2$" if is_graded else None)
+    assert (row["level"], row["answer"], row.get("solution")) == (
+        2,
+        "2",
+        "$2$" if is_graded else None,
+    )
     assert row["prompt"][0]["content"].endswith("boxed{}.") == is_graded
-    assert ("eval" if is_graded else "report") in str(trainer.accelerator.print.call_args).partition("Next: ")[2]
+    assert ("eval" if is_graded else "report") in str(
+        trainer.accelerator.print.call_args
+    ).partition("Next: ")[2]
 
 
 def test_saving_in_8_bits_needs_a_format(tmp_path):
-    arguments = [*ON_CPU, "--output_dir", tmp_path, "--save_quantized", "--rollout_quantization", "none"]
-    with pytest.raises(ValueError, match="rollout_quantization is None: set it to a format, or run"):
+    arguments = [
+        *ON_CPU,
+        "--output_dir",
+        tmp_path,
+        "--save_quantized",
+        "--rollout_quantization",
+        "none",
+    ]
+    with pytest.raises(
+        ValueError, match="rollout_quantization is None: set it to a format, or run"
+    ):
         grpo.train(*grpo.parse_arguments(list(map(str, arguments))))
 
 
 def resume(tmp_path, *value):
     """Run `trl-qurl grpo` with this value of `--resume_from_checkpoint`."""
-    argv = [*ON_CPU, "--model", "/no/engine/may/start", "--output_dir", tmp_path, "--resume_from_checkpoint", *value]
+    argv = [
+        *ON_CPU,
+        "--model",
+        "/no/engine/may/start",
+        "--output_dir",
+        tmp_path,
+        "--resume_from_checkpoint",
+        *value,
+    ]
     grpo.train(*grpo.parse_arguments(list(map(str, argv))))
 
 
@@ -280,20 +412,27 @@ def checkpoints(tmp_path):
 
 
 def test_a_wrong_checkpoint_is_refused_before_a_model_is_loaded(checkpoints, tmp_path_factory):
-    listed = f"Complete checkpoints in {checkpoints}: {checkpoints}/checkpoint-8, {checkpoints}/checkpoint-16."
+    listed = (
+        f"Complete checkpoints in {checkpoints}: {checkpoints}/checkpoint-8, "
+        f"{checkpoints}/checkpoint-16."
+    )
     for wrong in ("checkpoint-16", checkpoints / "checkpoint-100", checkpoints / "checkpoint-12"):
         with pytest.raises(FileNotFoundError, match=re.escape(listed)) as caught:
             resume(checkpoints, wrong)
         assert f"resume_from_checkpoint={wrong}: no complete checkpoint" in str(caught.value)
     empty = tmp_path_factory.mktemp("empty")
-    with pytest.raises(FileNotFoundError, match="=true: no complete checkpoint.*To start over, remove the option"):
+    with pytest.raises(
+        FileNotFoundError, match="=true: no complete checkpoint.*To start over, remove the option"
+    ):
         resume(empty, "true")
     with pytest.raises(FileNotFoundError, match="Complete checkpoints in .*: none"):
         resume(empty, "checkpoint-8")
 
 
 class Stopped(SimpleNamespace):
-    """A trainer whose user presses Ctrl-C, after transformers has looked for an output head in the checkpoint."""
+    """A trainer whose user presses Ctrl-C, after transformers has looked for an output head in the
+    checkpoint.
+    """
 
     shown: ClassVar[list] = []
     state = SimpleNamespace(global_step=0)
@@ -315,7 +454,10 @@ def test_control_c_names_the_latest_checkpoint(checkpoints, tmp_path_factory):
     for tied in (False, True):  # only a tied head is expected to be missing
         args = SimpleNamespace(output_dir=str(checkpoints))
         stopped = Stopped(model=tiny_model(tie_word_embeddings=tied), args=args)
-        with pytest.raises(KeyboardInterrupt, match=f"from {checkpoints}/checkpoint-16, add --resume_from_checkpoint"):
+        with pytest.raises(
+            KeyboardInterrupt,
+            match=f"from {checkpoints}/checkpoint-16, add --resume_from_checkpoint",
+        ):
             grpo.RECIPE._learn(stopped, None)
         assert len(stopped.shown) == 1
     stopped.args.output_dir = str(tmp_path_factory.mktemp("empty"))
@@ -329,7 +471,9 @@ def test_a_fault_in_a_reward_function_has_a_place():
 
     line = reward.__code__.co_firstlineno + 1
     stopped = Stopped(model=tiny_model(), args=None, reward_funcs=[reward, tiny_model()])
-    with pytest.raises(ValueError, match=rf"failed in {__file__}, line {line}: JSONDecodeError\('Expecting"):
+    with pytest.raises(
+        ValueError, match=rf"failed in {__file__}, line {line}: JSONDecodeError\('Expecting"
+    ):
         grpo.RECIPE._learn(stopped, None)
 
 
@@ -364,7 +508,8 @@ def test_the_latest_complete_checkpoint_is_what_true_means(checkpoints):
 def test_another_dataset_drops_the_tasks_of_a_recipe(argv, tasks, tmp_path, caplog):
     script, _, _ = grpo.parse_arguments(["--config", "lora_w4", *argv, *ON_CPU])
     assert script.eval_tasks == tasks
-    ours = [record for record in caplog.records if record.name.startswith("trl_qurl")]  # others' about a process group
+    # others' about a process group
+    ours = [record for record in caplog.records if record.name.startswith("trl_qurl")]
     assert (ours == []) == bool(tasks)
     mine = write(tmp_path / "mine.yaml", dataset="mine.jsonl")
     script, _, _ = grpo.parse_arguments(["--config", "lora_w4", mine, *ON_CPU])
@@ -383,12 +528,21 @@ def test_a_run_that_resumes_in_another_format_says_so(before, told, tmp_path, ca
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("rollout_quantization: off", "rollout_quantization is False: write 'none', one of int8, fp8"),
+        (
+            "rollout_quantization: off",
+            "rollout_quantization is False: write 'none', one of int8, fp8",
+        ),
         ("objective: off", "objective is False, but must be one of 'acr', 'tis'"),
         ("rollout_quantization: 8", "rollout_quantization is 8: write 'none', one of int8"),
-        ("quantization_ignore:", r"quantization_ignore is None, but must be a list of patterns, or \[\] for none"),
+        (
+            "quantization_ignore:",
+            r"quantization_ignore is None, but must be a list of patterns, or \[\] for none",
+        ),
         ("quantization_ignore: [1]", "quantization_ignore has the pattern 1, which is not text"),
-        ("env: [A]", r"env in .*mine.yaml is \['A'\]: write a line `NAME: value` below it for each variable"),
+        (
+            "env: [A]",
+            r"env in .*mine.yaml is \['A'\]: write a line `NAME: value` below it for each variable",
+        ),
     ],
 )
 def test_values_that_yaml_converts_are_refused(text, message, tmp_path):

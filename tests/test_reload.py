@@ -26,7 +26,9 @@ class Padded(Layer):
 
 
 class Mixer(Layer):
-    """Like a Mamba layer of which one tensor is counted twice: it seems full before `D` has come."""
+    """Like a Mamba layer of which one tensor is counted twice:
+    it seems full before `D` has come.
+    """
 
     def __init__(self):
         super().__init__(A=4, D=4)
@@ -61,7 +63,9 @@ class Model(nn.Module):
 
 
 def reload(layer, *names):
-    """A model with this layer, after our worker has reloaded it with these tensors of ones through vLLM."""
+    """A model with this layer, after our worker has reloaded it with these tensors of ones through
+    vLLM.
+    """
     from vllm.model_executor.model_loader.reload import (
         finalize_layerwise_reload,
         initialize_layerwise_reload,
@@ -97,7 +101,9 @@ def reload(layer, *names):
     ids=["padded", "dropped"],
 )
 def test_a_layer_with_undefined_values_is_an_error(layer, names, caplog):
-    with pytest.raises(RuntimeError, match=f"is undefined after a reload: {layer.__name__}. A tensor"):
+    with pytest.raises(
+        RuntimeError, match=f"is undefined after a reload: {layer.__name__}. A tensor"
+    ):
         reload(layer(), *names)
     said = [record for record in caplog.records if "reload" in record.name]
     assert not said, "the user sees what vLLM logs while we listen"
@@ -106,7 +112,9 @@ def test_a_layer_with_undefined_values_is_an_error(layer, names, caplog):
 def test_a_complete_layer_is_loaded():
     model = reload(WithNorm(), "layer.A", "layer.D")
     assert model.layer.A.tolist() == model.layer.D.tolist() == [1.0] * 4
-    assert model.layer.norm.weight.tolist() == [2.0] * 3, "a norm without parameters needs no weights"
+    assert model.layer.norm.weight.tolist() == [2.0] * 3, (
+        "a norm without parameters needs no weights"
+    )
 
 
 @pytest.fixture

@@ -1,4 +1,6 @@
-"""QuRLRLOOConfig: its defaults, what it refuses and what it advises, and an RLOOConfig in its place."""
+"""QuRLRLOOConfig: its defaults, what it refuses and what it advises, and an RLOOConfig in its
+place.
+"""
 
 import dataclasses
 import re
@@ -25,7 +27,9 @@ def fields(cls):
 
 
 def test_only_the_objective_is_new_and_the_rest_is_trls(tmp_path):
-    assert fields(QuRLRLOOConfig) - fields(RLOOConfig) - fields(QuantizedRolloutsConfig) == {"objective"}
+    assert fields(QuRLRLOOConfig) - fields(RLOOConfig) - fields(QuantizedRolloutsConfig) == {
+        "objective"
+    }
     seen, theirs = config(tmp_path), RLOOConfig(str(tmp_path), **PLAIN)
     assert (seen.objective, seen.importance_cap) == ("tis", 2.0)
     assert (seen.use_vllm, seen.rollout_quantization, seen.updates_per_rollout) == (True, "int8", 1)
@@ -43,10 +47,14 @@ def test_every_objective_that_bounds_no_single_token(objective, tmp_path):
     [
         (
             {"objective": "acr"},
-            "objective is 'acr', but must be one of 'tis', 'decoupled', 'quantized_ratio', 'naive', 'trl'",
+            "objective is 'acr', but must be one of 'tis', 'decoupled', 'quantized_ratio', "
+            "'naive', 'trl'",
         ),
         ({"objective": "rloo"}, "objective is 'rloo', but must be one of 'tis'"),
-        ({"importance_cap": 0.0}, "importance_cap is 0.0, but must be a ratio above 0, or None for no cap"),
+        (
+            {"importance_cap": 0.0},
+            "importance_cap is 0.0, but must be a ratio above 0, or None for no cap",
+        ),
         ({"weight_sync": "nccl"}, "weight_sync is 'nccl', but must be one of"),
         ({"num_generations": 1}, "RLOO requires at least 2 generations per prompt"),
     ],
@@ -59,7 +67,9 @@ def test_refusals_name_the_setting_and_the_way_out(settings, message, tmp_path):
 def test_another_objective_that_lifts_bounds_is_refused_as_well(tmp_path, monkeypatch):
     lifting = Objective("mine", "a test", correction="truncated", lifts_upper_bound=True)
     monkeypatch.setitem(OBJECTIVES, "mine", lifting)
-    with pytest.raises(ValueError, match="objective is 'mine', but must be one of 'tis', 'decoupled', .*'trl'"):
+    with pytest.raises(
+        ValueError, match="objective is 'mine', but must be one of 'tis', 'decoupled', .*'trl'"
+    ):
         config(tmp_path, objective="mine")
 
 
@@ -76,12 +86,20 @@ def started(args):
 
 def test_an_rloo_config_is_taken_as_it_is(tmp_path):
     theirs = RLOOConfig(str(tmp_path), num_generations=2, per_device_train_batch_size=4, **PLAIN)
-    with warnings.catch_warnings(), pytest.raises(ValueError, match="train_dataset has 1 prompts, but a rollout"):
+    with (
+        warnings.catch_warnings(),
+        pytest.raises(ValueError, match="train_dataset has 1 prompts, but a rollout"),
+    ):
         warnings.simplefilter("error")
         started(theirs)
 
 
 def test_a_config_of_another_algorithm_is_not(tmp_path):
-    for other in (GRPOConfig(str(tmp_path), **PLAIN), QuRLGRPOConfig(str(tmp_path), objective="tis", **PLAIN)):
-        with pytest.raises(TypeError, match=r"lacks settings of QuRLRLOOTrainer: pass a trl_qurl\.QuRLRLOOConfig"):
+    for other in (
+        GRPOConfig(str(tmp_path), **PLAIN),
+        QuRLGRPOConfig(str(tmp_path), objective="tis", **PLAIN),
+    ):
+        with pytest.raises(
+            TypeError, match=r"lacks settings of QuRLRLOOTrainer: pass a trl_qurl\.QuRLRLOOConfig"
+        ):
             started(other)

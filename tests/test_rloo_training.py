@@ -1,4 +1,6 @@
-"""RLOO on real INT8 rollouts: every sync digested, a run that resumes inside a rollout, adapters, what is saved."""
+"""RLOO on real INT8 rollouts: every sync digested, a run that resumes inside a rollout, adapters,
+what is saved.
+"""
 
 import json
 
@@ -13,8 +15,15 @@ STEPS = 8
 RLOO = {"beta": 0.0, "max_steps": STEPS, "sync_check_interval": 1}
 
 RUNS = {
-    "adapter": ["--lora", "--config", json.dumps(RLOO | {"objective": "decoupled", "max_steps": 2})],
-    "16 bits": ["--config", json.dumps(RLOO | {"objective": "trl", "rollout_quantization": None, "max_steps": 2})],
+    "adapter": [
+        "--lora",
+        "--config",
+        json.dumps(RLOO | {"objective": "decoupled", "max_steps": 2}),
+    ],
+    "16 bits": [
+        "--config",
+        json.dumps(RLOO | {"objective": "trl", "rollout_quantization": None, "max_steps": 2}),
+    ],
 }
 
 
@@ -24,14 +33,19 @@ def runs(train, tmp_path_factory):
     whole = ["--config", json.dumps(CONFIG | RLOO)]
     checkpoint = directory / "whole" / f"checkpoint-{INSIDE_A_ROLLOUT}"
     arguments = {"whole": whole, "resumed": ["--resume", checkpoint, *whole], **RUNS}
-    records = train(*([directory / name, "--rloo", *options] for name, options in arguments.items()))
+    records = train(
+        *([directory / name, "--rloo", *options] for name, options in arguments.items())
+    )
     return directory, dict(zip(arguments, records, strict=True))
 
 
 def test_it_learns_and_logs_what_grpo_does(runs):
     updates = metrics_by_step(runs[1]["whole"])
     assert updates.keys() == set(range(1, STEPS + 1))
-    assert all(update["grad_norm"] > 0 and "clip_ratio/region_mean" in update for update in updates.values())
+    assert all(
+        update["grad_norm"] > 0 and "clip_ratio/region_mean" in update
+        for update in updates.values()
+    )
     assert max(update["policy/approx_kl"] for update in updates.values()) > 0
     rollouts = [row for row in runs[1]["whole"]["history"] if "reward" in row]
     assert len(rollouts) == STEPS // CONFIG["steps_per_generation"]
@@ -43,14 +57,19 @@ def test_it_learns_and_logs_what_grpo_does(runs):
     assert runs[1]["whole"]["uaq_scale"] == 1.5
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="equality to the last bit is claimed for the CPU only")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="equality to the last bit is claimed for the CPU only"
+)
 def test_a_run_that_resumes_inside_a_rollout_is_the_run_that_never_stopped(runs):
     directory, records = runs
     expected, seen = metrics_by_step(records["whole"]), metrics_by_step(records["resumed"])
     for step in range(INSIDE_A_ROLLOUT + 1, STEPS + 1):
         assert seen[step] == expected[step], f"step {step} differs"
     assert len({metrics["loss"] for metrics in expected.values()}) == STEPS
-    ends = [load_file(directory / name / f"checkpoint-{STEPS}" / "model.safetensors") for name in ("whole", "resumed")]
+    ends = [
+        load_file(directory / name / f"checkpoint-{STEPS}" / "model.safetensors")
+        for name in ("whole", "resumed")
+    ]
     torch.testing.assert_close(*ends, rtol=0, atol=0)
 
 

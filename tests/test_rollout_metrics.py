@@ -14,7 +14,8 @@ INT8 = SCHEMES["int8"]
 
 
 def test_mismatch_by_hand():
-    # Two learned tokens with ρ = 4 and ρ = 1/2; the third is padding, the fourth was not scored by the engine.
+    # Two learned tokens with ρ = 4 and ρ = 1/2; the third is padding, the fourth was not scored by
+    # the engine.
     proximal = torch.tensor([[math.log(4.0), math.log(0.5), 50.0, 1.0]])
     behavior = torch.tensor([[0.0, 0.0, 0.0, math.nan]])
     mask = torch.tensor([[1, 1, 0, 1]])
@@ -28,22 +29,28 @@ def test_mismatch_by_hand():
     assert metrics["mismatch/invalid_share"] == pytest.approx(1 / 3)
     assert metrics["mismatch/ess"] == pytest.approx(4.5**2 / (2 * 16.25))  # (Σρ)² / (n Σρ²)
     # The error, sqrt(Σ k3²) / n, of k3 = 3 - ln 4 and ln 2 - 1/2.
-    assert metrics["mismatch/kl_k3_error"] == pytest.approx(math.hypot(3 - math.log(4), math.log(2) - 0.5) / 2)
+    assert metrics["mismatch/kl_k3_error"] == pytest.approx(
+        math.hypot(3 - math.log(4), math.log(2) - 0.5) / 2
+    )
     assert metrics["mismatch/tokens"] == 2
 
 
 def test_contradicted_tokens_by_hand():
-    # The engine is sure of a token, and the trainer gives it less than e^-2 of that: the first only. The second is at
-    # e^-1.9, the engine is not sure of the third, the fourth is padding.
+    # The engine is sure of a token, and the trainer gives it less than e^-2 of that: the first
+    # only. The second is at e^-1.9, the engine is not sure of the third, the fourth is padding.
     behavior = torch.tensor([[-0.6, -0.6, -0.7, -0.6]])
     proximal = behavior + torch.tensor([[-2.1, -1.9, -5.0, -5.0]])
-    metrics = mismatch_metrics(*mismatch_sums(proximal, behavior, torch.tensor([[1, 1, 1, 0]]), cap=2.0))
+    metrics = mismatch_metrics(
+        *mismatch_sums(proximal, behavior, torch.tensor([[1, 1, 1, 0]]), cap=2.0)
+    )
     assert metrics["mismatch/contradicted_share"] == pytest.approx(1 / 3)
 
 
 @pytest.mark.parametrize("size", [1e-2, 1e-4, 1e-6])
 def test_a_small_kl_keeps_its_digits(size):
-    """ρ − 1 − log ρ is x²/2 + x³/6 for x = log ρ; float32 knows ρ itself to 6e-8 only, which x² is far below."""
+    """ρ − 1 − log ρ is x²/2 + x³/6 for x = log ρ; float32 knows ρ itself to 6e-8 only, which x² is
+    far below.
+    """
     behavior = torch.full((8, 512), -0.125)
     proximal = behavior + size * torch.linspace(-1, 1, 8 * 512).view(8, 512)
     everywhere = torch.ones(8, 512, dtype=torch.bool)
@@ -57,7 +64,8 @@ def test_a_small_kl_keeps_its_digits(size):
 
 
 def test_a_log_probability_without_bounds_leaves_numbers():
-    behavior = torch.tensor([[-0.5, -5000.0]])  # below vLLM's stand-in for -inf, and no number of a sampled token
+    # below vLLM's stand-in for -inf, and no number of a sampled token
+    behavior = torch.tensor([[-0.5, -5000.0]])
     tally = MismatchTally(Accelerator(cpu=True))
     tally.add(torch.full((1, 2), -0.5), behavior, torch.ones(1, 2, dtype=torch.bool), cap=2.0)
     assert all(math.isfinite(value) for value in tally.pop().values())
@@ -68,10 +76,18 @@ def test_mismatch_adds_up_over_processes():
     proximal, behavior = torch.randn(4, 5), torch.randn(4, 5)
     mask = torch.rand(4, 5) < 0.7
     whole, whole_max = mismatch_sums(proximal, behavior, mask, 2.0)
-    parts = [mismatch_sums(proximal[i : i + 2], behavior[i : i + 2], mask[i : i + 2], 2.0) for i in (0, 2)]
+    parts = [
+        mismatch_sums(proximal[i : i + 2], behavior[i : i + 2], mask[i : i + 2], 2.0)
+        for i in (0, 2)
+    ]
     torch.testing.assert_close(parts[0][0] + parts[1][0], whole)
     assert max(part[1] for part in parts) == whole_max
 
 
 def test_no_scored_token_gives_no_metrics():
-    assert mismatch_metrics(*mismatch_sums(torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(1, 2).bool(), 2.0)) == {}
+    assert (
+        mismatch_metrics(
+            *mismatch_sums(torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(1, 2).bool(), 2.0)
+        )
+        == {}
+    )

@@ -30,7 +30,8 @@ def alone_after(group: int, seconds: float) -> bool:
 
 def test_a_failure_ends_with_what_was_printed_last(tmp_path):
     code = (
-        "import sys; [print('line', n) for n in range(99)]; print('10%\\r50%'); sys.exit('\\x1b[31mno model\\x1b[0m')"
+        "import sys; [print('line', n) for n in range(99)]; print('10%\\r50%'); "
+        "sys.exit('\\x1b[31mno model\\x1b[0m')"
     )
     with pytest.raises(ChildProcessError) as error:
         run_child([sys.executable, "-c", code], tmp_path / "output.log")
@@ -123,8 +124,13 @@ def half(number):
 
 
 @pytest.mark.parametrize("shows_output", [True, False])
-def test_a_call_returns_what_the_function_does_or_says_what_a_user_can_fix(shows_output, monkeypatch, capfd):
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
+def test_a_call_returns_what_the_function_does_or_says_what_a_user_can_fix(
+    shows_output, monkeypatch, capfd
+):
+    monkeypatch.setenv(
+        "PYTHONPATH",
+        os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
+    )
     assert processes.call_in_child(half, 4, "lost", shows_output) == 2
     for number in (0, 3):
         with pytest.raises(ChildProcessError, match="lost"):
@@ -133,10 +139,18 @@ def test_a_call_returns_what_the_function_does_or_says_what_a_user_can_fix(shows
 
 
 def test_a_call_ends_with_the_command_that_was_killed():
-    code = "import time; from trl_qurl.lab.processes import call_in_child; call_in_child(time.sleep, 600, '', True)"
+    code = (
+        "import time; from trl_qurl.lab.processes import call_in_child; call_in_child(time.sleep, "
+        "600, '', True)"
+    )
     parent = subprocess.Popen([sys.executable, "-c", code])
-    children, deadline = Path(f"/proc/{parent.pid}/task/{parent.pid}/children"), time.monotonic() + 60
-    while not (started := children.read_text().split()) or "answer_call" not in command_line(started[0]):
+    children, deadline = (
+        Path(f"/proc/{parent.pid}/task/{parent.pid}/children"),
+        time.monotonic() + 60,
+    )
+    while not (started := children.read_text().split()) or "answer_call" not in command_line(
+        started[0]
+    ):
         assert time.monotonic() < deadline, "no process was started"
         time.sleep(0.05)
     time.sleep(1)  # until it has asked to die with its parent

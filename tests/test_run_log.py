@@ -1,4 +1,6 @@
-"""The log of a run survives a kill, continues when the run resumes, and is never overwritten by another run."""
+"""The log of a run survives a kill, continues when the run resumes, and is never overwritten by
+another run.
+"""
 
 import gzip
 import json
@@ -26,7 +28,11 @@ def write(path, rows, settings=None, history=()):
 def test_rows_and_settings_are_read_as_written(tmp_path):
     with pytest.raises(FileNotFoundError, match="output_dir of a run"):
         read_run(tmp_path)
-    rows = [{"step": 1, "reward": 0.5}, {"step": 1, "accuracy": 0.25}, {"step": 4, "reward": float("nan")}]
+    rows = [
+        {"step": 1, "reward": 0.5},
+        {"step": 1, "accuracy": 0.25},
+        {"step": 4, "reward": float("nan")},
+    ]
     write(tmp_path / RUN_LOG, rows, {"seed": 3, "lr": float("inf"), "path": tmp_path})
     run = read_run(tmp_path)
     assert run.settings == {"seed": 3, "lr": None, "path": str(tmp_path)}
@@ -66,7 +72,8 @@ def test_secrets_are_not_written(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["apikey", "x-api-key", "aws_secret_access_key", "auth", "Bearer", "passphrase", "tokens"]
+    "name",
+    ["apikey", "x-api-key", "aws_secret_access_key", "auth", "Bearer", "passphrase", "tokens"],
 )
 @pytest.mark.parametrize("value", ["s3cr3t", ["s3cr3t"], {"value": 's"3cr3t'}], ids=json.dumps)
 def test_a_secret_is_known_by_its_name(name, value, tmp_path):
@@ -94,7 +101,9 @@ def test_a_secret_is_known_by_its_name(name, value, tmp_path):
 def test_a_secret_is_known_by_its_form(text, tmp_path):
     write(tmp_path / RUN_LOG, [], {"given": text})
     assert "s3cr3t" not in (tmp_path / RUN_LOG).read_text()
-    assert ("port" in str(text)) == ("port" in (tmp_path / RUN_LOG).read_text()), "more than the secret was hidden"
+    assert ("port" in str(text)) == ("port" in (tmp_path / RUN_LOG).read_text()), (
+        "more than the secret was hidden"
+    )
 
 
 def test_a_full_disk_costs_rows_and_nothing_else(tmp_path, caplog):
@@ -126,10 +135,14 @@ signal.pause()
 
 def test_two_runs_do_not_share_a_directory(warm_python, tmp_path):
     path = tmp_path / RUN_LOG
-    with subprocess.Popen([warm_python, "-c", RUNS_UNTIL_KILLED, path], stdout=subprocess.PIPE, text=True) as run:
+    with subprocess.Popen(
+        [warm_python, "-c", RUNS_UNTIL_KILLED, path], stdout=subprocess.PIPE, text=True
+    ) as run:
         trainer, worker = map(int, run.stdout.readline().split())
         for attempt in (lambda: check_unused(tmp_path), lambda: begin_log(path, {"seed": 2})):
-            with pytest.raises(RuntimeError, match=f"Another run .* {tmp_path}, .*another output_dir"):
+            with pytest.raises(
+                RuntimeError, match=f"Another run .* {tmp_path}, .*another output_dir"
+            ):
                 attempt()
         assert read_run(path).settings == {"seed": 1}
         os.kill(trainer, signal.SIGKILL)
@@ -155,11 +168,16 @@ def test_a_resumed_run_continues_after_its_checkpoint(tmp_path):
 def test_a_new_run_renames_the_old_log(tmp_path):
     for reward in (0.1, 0.2, 0.3):
         write(tmp_path / RUN_LOG, [{"step": 1, "reward": reward}])
-    rewards = [read_run(tmp_path / name).rows[0]["reward"] for name in ("run-1.jsonl", "run-2.jsonl", RUN_LOG)]
+    rewards = [
+        read_run(tmp_path / name).rows[0]["reward"]
+        for name in ("run-1.jsonl", "run-2.jsonl", RUN_LOG)
+    ]
     assert rewards == [0.1, 0.2, 0.3]
 
 
-@pytest.mark.parametrize("damage", [b"\0\0\xff", b'{"step": 2, "rew', b"[1]", b'{"reward": 1}', b'{"step": "2"}'])
+@pytest.mark.parametrize(
+    "damage", [b"\0\0\xff", b'{"step": 2, "rew', b"[1]", b'{"reward": 1}', b'{"step": "2"}']
+)
 def test_a_damaged_line_is_refused_and_does_not_stop_a_resume(damage, tmp_path):
     path = tmp_path / RUN_LOG
     write(path, [{"step": step, "reward": step / 10} for step in (1, 2, 3, 4)])
@@ -171,10 +189,14 @@ def test_a_damaged_line_is_refused_and_does_not_stop_a_resume(damage, tmp_path):
     assert read_run(path).series("reward") == [(3, 0.3), (4, 0.7)]
 
 
-@pytest.mark.parametrize("content", ["", '{"step": 1}\n', '{"settings": {}}\nnonsense\n{"step": 1}\n'])
+@pytest.mark.parametrize(
+    "content", ["", '{"step": 1}\n', '{"settings": {}}\nnonsense\n{"step": 1}\n']
+)
 def test_other_files_are_refused(content, tmp_path):
     (tmp_path / RUN_LOG).write_text(content)
-    with pytest.raises(ValueError, match=f"{RUN_LOG} is not a run log, or is damaged .*: its first line must hold"):
+    with pytest.raises(
+        ValueError, match=f"{RUN_LOG} is not a run log, or is damaged .*: its first line must hold"
+    ):
         read_run(tmp_path)
 
 

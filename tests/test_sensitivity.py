@@ -42,7 +42,9 @@ def test_an_estimate_is_near_the_kl_of_each_group(weights):
     assert len(estimates) == 12 and max(estimates, key=estimates.get) == FED
     for group, estimate in estimates.items():
         assert 0.1 < estimate / exact_kl(model, group, INT8) < 3, group
-    assert sum(estimates.values()) == pytest.approx(exact_kl(model, stream.plan.schemes, INT8), rel=0.5)
+    assert sum(estimates.values()) == pytest.approx(
+        exact_kl(model, stream.plan.schemes, INT8), rel=0.5
+    )
 
 
 def test_the_model_stays_as_it_is(weights):
@@ -64,8 +66,16 @@ def test_smoothing_takes_the_outliers_off_the_estimate(weights):
 
 
 def test_layers_that_an_engine_fuses_stay_together():
-    names = ["model.layers.10.mlp.down_proj", "model.layers.9.self_attn.v_proj", "model.layers.9.self_attn.q_proj"]
-    names += [f"model.layers.9.mlp.experts.{expert}.{part}_proj" for expert in (0, 1) for part in ("up", "down")]
+    names = [
+        "model.layers.10.mlp.down_proj",
+        "model.layers.9.self_attn.v_proj",
+        "model.layers.9.self_attn.q_proj",
+    ]
+    names += [
+        f"model.layers.9.mlp.experts.{expert}.{part}_proj"
+        for expert in (0, 1)
+        for part in ("up", "down")
+    ]
     assert {frozenset(group) for group in fused_groups(names)} == {
         frozenset(names[:1]),
         frozenset(names[1:3]),
@@ -83,7 +93,9 @@ def test_bytes_are_those_of_a_checkpoint(finer):
 
 
 def test_a_finer_format_comes_before_16_bits_where_it_can_store_the_layers():
-    """With exact activations, outliers do no harm; `down_proj` has 192 inputs, not a multiple of 128."""
+    """With exact activations, outliers do no harm; `down_proj` has 192 inputs, not a multiple of
+    128.
+    """
     model = with_outliers(tiny_model("llama", intermediate_size=192), 1).eval()
     steps = find_steps(model, stream_of(model, INT8), TOKENS.tolist(), [SCHEMES["w8a16"]])
     first, *others = [step for step in steps if step.layers == FED]

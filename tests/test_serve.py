@@ -39,7 +39,12 @@ def test_the_checkpoint_is_made_once_for_the_same_model_and_settings(model, caps
     assert quantized(model) == first
     assert (first / "model.safetensors").stat().st_mtime_ns == made
     assert capsys.readouterr().out.count("Quantizing") == 1
-    assert len({first, quantized(model, "fp8"), quantized(model, ignore=["lm_head", "re:.*down_proj"])}) == 3
+    assert (
+        len(
+            {first, quantized(model, "fp8"), quantized(model, ignore=["lm_head", "re:.*down_proj"])}
+        )
+        == 3
+    )
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
@@ -84,8 +89,12 @@ def test_servers_that_start_at_once_quantize_once(model, monkeypatch):
     ids=["CUDA build", "CPU build"],
 )
 def test_the_command_fits_the_build_of_vllm(found, start, cpu, monkeypatch):
-    monkeypatch.setattr("importlib.metadata.distributions", lambda name: found if name == "vllm" else [])
-    command = " ".join(launch.server_command(str(cpu), "127.0.0.1", 8000, ["--max-model-len", "64"]))
+    monkeypatch.setattr(
+        "importlib.metadata.distributions", lambda name: found if name == "vllm" else []
+    )
+    command = " ".join(
+        launch.server_command(str(cpu), "127.0.0.1", 8000, ["--max-model-len", "64"])
+    )
     assert start.replace("MODEL", str(cpu)) in command
     assert "--host 127.0.0.1 --port 8000" in command
     assert "--logprobs-mode processed_logprobs --max-logprobs -1" in command
@@ -96,7 +105,9 @@ def test_the_command_fits_the_build_of_vllm(found, start, cpu, monkeypatch):
 def test_pictures_are_taken_where_the_model_sees(tmp_path):
     for model, takes in ((tiny_vision_model("llava_next"), True), (tiny_model(), False)):
         model.config.save_pretrained(tmp_path)
-        assert ("--enable-scale-out" in launch.server_command(str(tmp_path), "127.0.0.1", 8000, [])) is takes
+        assert (
+            "--enable-scale-out" in launch.server_command(str(tmp_path), "127.0.0.1", 8000, [])
+        ) is takes
 
 
 @pytest.fixture
@@ -104,7 +115,9 @@ def gpu(monkeypatch, tmp_path):
     """A GPU with 16 GiB, and a checkpoint of half a GiB."""
     tiny_model().config.save_pretrained(tmp_path)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: SimpleNamespace(total_memory=16 * 2**30))
+    monkeypatch.setattr(
+        "torch.cuda.get_device_properties", lambda index: SimpleNamespace(total_memory=16 * 2**30)
+    )
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.truncate(2**29)
     return str(tmp_path)
@@ -141,20 +154,27 @@ def cpu(monkeypatch, tmp_path):
 
 
 def test_a_cpu_takes_memory_that_is_free(cpu, monkeypatch):
-    each, half = cache_of_a_token(), (11 * 10**9 - 2**30) // 2  # of 12 GB less weights and 1 GiB for the process
+    # of 12 GB less weights and 1 GiB for the process
+    each, half = cache_of_a_token(), (11 * 10**9 - 2**30) // 2
     for given, needed in (
-        ("--max-model-len=8192", 128 * 8193 * each),  # vLLM's own number of sequences, and an empty block
-        ("--max-model-len 1000 --max-num-seqs 400 --dtype=float32", 2 * 128 * 3201 * each),  # 400 times 8 blocks
+        # vLLM's own number of sequences, and an empty block
+        ("--max-model-len=8192", 128 * 8193 * each),
+        # 400 times 8 blocks
+        ("--max-model-len 1000 --max-num-seqs 400 --dtype=float32", 2 * 128 * 3201 * each),
         ("--max-num-seqs=10000000", half),
         ("--max-model-len 8k", hardware.MIN_CACHE),  # what the model allows
     ):
         command = launch.server_command(str(cpu), "127.0.0.1", 8000, given.split())
         assert command[command.index("--kv-cache-memory-bytes") + 1] == str(needed), given
-    for given in (["--gpu-memory-utilization", ".4"], ["--gpu_memory_utilization=.4"], ["--kv-cache-memory-bytes=9"]):
+    for given in (
+        ["--gpu-memory-utilization", ".4"],
+        ["--gpu_memory_utilization=.4"],
+        ["--kv-cache-memory-bytes=9"],
+    ):
         command = launch.server_command(str(cpu), "127.0.0.1", 8000, given)
-        assert not [word for word in command[: -len(given)] if word[:2] == "--" and "memory" in word], (
-            "what the user has chosen comes first"
-        )
+        assert not [
+            word for word in command[: -len(given)] if word[:2] == "--" and "memory" in word
+        ], "what the user has chosen comes first"
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")
     assert "--kv-cache-memory-bytes" not in launch.server_command(str(cpu), "127.0.0.1", 8000, [])
 
@@ -167,7 +187,9 @@ def cache_of_a_token():
 def test_the_cache_of_a_model_with_its_own_code(tmp_path, cpu):
     directory = save_remote_code_model(tmp_path / "own")
     for given in ({"trust_remote_code": True}, {"trust_remote_code": ""}):  # as on a command line
-        assert hardware.cpu_cache_arguments(directory, given, 1, 1) == {"kv_cache_memory_bytes": hardware.MIN_CACHE}
+        assert hardware.cpu_cache_arguments(directory, given, 1, 1) == {
+            "kv_cache_memory_bytes": hardware.MIN_CACHE
+        }
     with pytest.raises(ValueError, match="trust_remote_code=True"):
         hardware.cpu_cache_arguments(directory, {"trust_remote_code": False}, 1, 1)
 
@@ -178,9 +200,13 @@ def test_a_cpu_keeps_only_what_a_rollout_needs(cpu):
     arguments = hardware.cpu_cache_arguments(str(cpu), {"max_model_len": 512}, **load)
     assert arguments == {"kv_cache_memory_bytes": 128 * 2049 * each}, "vLLM leaves a block empty"
     few = hardware.cpu_cache_arguments(str(cpu), {"max_model_len": 2**20}, sequences=1, length=200)
-    assert few == {"kv_cache_memory_bytes": (2**20 + 128) * each}, "vLLM wants room for one whole context"
+    assert few == {"kv_cache_memory_bytes": (2**20 + 128) * each}, (
+        "vLLM wants room for one whole context"
+    )
     many = hardware.cpu_cache_arguments(str(cpu), {"max_model_len": 512}, 10**6, 512, share=0.3)
-    assert many == {"kv_cache_memory_bytes": int(0.3 * (11 * 10**9 - 2**30))}, "the share is the limit"
+    assert many == {"kv_cache_memory_bytes": int(0.3 * (11 * 10**9 - 2**30))}, (
+        "the share is the limit"
+    )
 
 
 def test_a_cpu_without_enough_free_memory_is_one_line(cpu, monkeypatch, capsys):
@@ -188,7 +214,10 @@ def test_a_cpu_without_enough_free_memory_is_one_line(cpu, monkeypatch, capsys):
     monkeypatch.setattr(launch, "run_server", lambda *arguments: pytest.fail("it was started"))
     assert cli.main(["serve", str(cpu), "--scheme", "none"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "2.0 GB of memory are free, but an engine of this model needs 1.0 GB for weights and about 1.2 GB" in line
+    assert (
+        "2.0 GB of memory are free, but an engine of this model needs 1.0 GB for weights and about "
+        "1.2 GB" in line
+    )
 
 
 def test_the_share_that_is_lowered_is_vllms_own():
@@ -202,14 +231,17 @@ def test_a_front_end_that_checks_no_key_is_refused(model, monkeypatch, capsys):
     for value, status in (("0", 0), ("1", 2)):
         monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", value)
         assert cli.main(["serve", str(model), "--scheme", "none"]) == status
-    assert "VLLM_USE_RUST_FRONTEND is set, but only vLLM's Python front end checks our key: unset it." in (
-        capsys.readouterr().err
+    assert (
+        "VLLM_USE_RUST_FRONTEND is set, but only vLLM's Python front end checks our key: unset it."
+        in (capsys.readouterr().err)
     )
 
 
 @pytest.mark.parametrize("start", ["--kv-cache-dtype ", "--kv-cache-dtype=", "--kv_cache_dtype "])
 def test_a_cache_whose_scales_no_sync_makes_is_refused(start):
-    with pytest.raises(ValueError, match="--kv.cache.dtype is 'nvfp4', a format of the key-value cache"):
+    with pytest.raises(
+        ValueError, match="--kv.cache.dtype is 'nvfp4', a format of the key-value cache"
+    ):
         launch.check_options(["--enforce-eager", *f"{start}nvfp4".split()])
     for accepted in ("bfloat16", "fp8"):
         launch.check_options([*f"{start}{accepted}".split(), "--enforce-eager"])
@@ -234,42 +266,62 @@ def test_what_a_user_sets_is_not_set_again(cpu):
 @pytest.mark.parametrize("option", ["--enable-lora", "--enable_lora"])
 def test_a_server_of_adapters_may_load_new_ones(option, monkeypatch, capsys):
     environments = []
-    monkeypatch.setattr("os.execve", lambda program, command, environment: environments.append(environment))
+    monkeypatch.setattr(
+        "os.execve", lambda program, command, environment: environments.append(environment)
+    )
     launch.run_server(["python", option], {})
     assert environments[0]["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
-    assert capsys.readouterr().out.startswith("Starting vLLM, compiling: about a minute, once. The server is ready")
+    assert capsys.readouterr().out.startswith(
+        "Starting vLLM, compiling: about a minute, once. The server is ready"
+    )
     launch.run_server(["python", "--enforce-eager"], {})
     assert capsys.readouterr().out.startswith("Starting vLLM. The server is ready when")
 
 
-# The key -------------------------------------------------------------------------------------------------------------
+# The key
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
 def test_no_server_starts_without_a_key(host, model, monkeypatch, capsys):
     monkeypatch.setattr("os.execve", lambda *arguments: pytest.fail("it was started"))
-    for unset in (lambda: monkeypatch.delenv(guard.API_KEY_VARIABLE), lambda: monkeypatch.setenv("VLLM_API_KEY", "")):
+    for unset in (
+        lambda: monkeypatch.delenv(guard.API_KEY_VARIABLE),
+        lambda: monkeypatch.setenv("VLLM_API_KEY", ""),
+    ):
         unset()
         assert cli.main(["serve", str(model), "--host", host]) == 2
         said = capsys.readouterr()
-        assert re.search("VLLM_API_KEY is not set.*run `export .* same value for the trainer", said.err)
+        assert re.search(
+            "VLLM_API_KEY is not set.*run `export .* same value for the trainer", said.err
+        )
         assert "Quantizing" not in said.out, "something was begun first"
 
 
 def test_the_key_is_neither_printed_nor_in_the_command(model, capfd, monkeypatch):
     started = {}
-    monkeypatch.setattr("os.execve", lambda program, words, environment: started.update(words=words, env=environment))
+    monkeypatch.setattr(
+        "os.execve",
+        lambda program, words, environment: started.update(words=words, env=environment),
+    )
     monkeypatch.setenv(guard.API_KEY_VARIABLE, "a-secret")
     cli.main(["serve", str(model), "--scheme", "none"])
     assert started["env"][guard.API_KEY_VARIABLE] == "a-secret" and str(model) in started["words"]
-    assert started["env"]["VLLM_SERVER_DEV_MODE"] == "1" and "--disable-uvicorn-access-log" in started["words"]
-    assert started["env"]["PYTHONWARNINGS"].startswith("ignore:resource_tracker:UserWarning,"), "leaked semaphores"
+    assert (
+        started["env"]["VLLM_SERVER_DEV_MODE"] == "1"
+        and "--disable-uvicorn-access-log" in started["words"]
+    )
+    assert started["env"]["PYTHONWARNINGS"].startswith("ignore:resource_tracker:UserWarning,"), (
+        "leaked semaphores"
+    )
     assert "a-secret" not in " ".join([*started["words"], *capfd.readouterr()])
 
 
 def test_a_trainer_sends_the_key_that_is_set(monkeypatch):
     def authorization():
-        return http.add_key(requests.Request("GET", "http://node7").prepare()).headers.get("Authorization")
+        return http.add_key(requests.Request("GET", "http://node7").prepare()).headers.get(
+            "Authorization"
+        )
 
     monkeypatch.setenv(guard.API_KEY_VARIABLE, "set")
     assert authorization() == "Bearer set"
@@ -279,7 +331,17 @@ def test_a_trainer_sends_the_key_that_is_set(monkeypatch):
 
 @pytest.mark.parametrize(
     "header",
-    [None, "", "right", "Basic right", "Bearer", "Bearer ", "Bearer wrong", "Bearer right ", "Bearer righ\xe9"],
+    [
+        None,
+        "",
+        "right",
+        "Basic right",
+        "Bearer",
+        "Bearer ",
+        "Bearer wrong",
+        "Bearer right ",
+        "Bearer righ\xe9",
+    ],
 )
 def test_what_is_not_the_key_opens_nothing(header, monkeypatch):
     monkeypatch.setenv(guard.API_KEY_VARIABLE, "right")
@@ -304,7 +366,8 @@ def test_what_is_not_the_key_opens_nothing(header, monkeypatch):
     assert answers(headers=right) == answers("websocket", headers=right) == ["passed"]
 
 
-# An engine that dies ------------------------------------------------------------------------------------------------
+# An engine that dies
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("has_begun", [False, True])
@@ -362,8 +425,12 @@ def test_the_watch_is_behind_the_key(cpu):
 
 @pytest.mark.vllm
 def test_a_process_without_our_modules_loads_what_a_server_loads_by_name(warm_python):
-    """First of all that is ours, as in vLLM's workers; the servers of these tests have imported everything before."""
-    code = f"{FORGET_OURS}import pydoc\nassert pydoc.locate({WORKER_EXTENSION!r}).load_rollout_weights"
+    """First of all that is ours, as in vLLM's workers; the servers of these tests have imported
+    everything before.
+    """
+    code = (
+        f"{FORGET_OURS}import pydoc\nassert pydoc.locate({WORKER_EXTENSION!r}).load_rollout_weights"
+    )
     completed(warm_python, "-c", code)
 
 
@@ -371,30 +438,47 @@ def test_a_process_without_our_modules_loads_what_a_server_loads_by_name(warm_py
 @pytest.mark.xdist_group("server")
 def test_every_path_of_a_server_needs_the_key(int8_server):
     key = os.environ[guard.API_KEY_VARIABLE]
-    routes = requests.get(f"{int8_server.url}/openapi.json", auth=http.add_key, timeout=30).json()["paths"]
-    assert {"/collective_rpc", "/reset_prefix_cache", "/server_info", "/v1/completions"} <= set(routes)
+    routes = requests.get(f"{int8_server.url}/openapi.json", auth=http.add_key, timeout=30).json()[
+        "paths"
+    ]
+    assert {"/collective_rpc", "/reset_prefix_cache", "/server_info", "/v1/completions"} <= set(
+        routes
+    )
     pairs = [(method, path) for path, methods in routes.items() for method in methods]
     pairs += [("get", path) for path in ("/", "/docs", "/metrics", "/openapi.json", "/nothing")]
-    pairs += [("options", "/collective_rpc"), ("head", "/server_info"), ("post", "//collective_rpc")]
+    pairs += [
+        ("options", "/collective_rpc"),
+        ("head", "/server_info"),
+        ("post", "//collective_rpc"),
+    ]
     wrong = [None, "", "Bearer", "Bearer wrong", f"Basic {key}", f"Bearer {key}x"]
     for header in wrong:
         headers = {} if header is None else {"Authorization": header}
         with requests.Session() as session:
             session.trust_env = False  # no password of this machine's
             answers = {
-                pair: session.request(pair[0], f"{int8_server.url}{pair[1]}", headers=headers, timeout=30).status_code
+                pair: session.request(
+                    pair[0], f"{int8_server.url}{pair[1]}", headers=headers, timeout=30
+                ).status_code
                 for pair in pairs
             }
         assert {pair for pair, status in answers.items() if status != 401} == {("get", "/health")}
     # With it, the trainers of the other tests use this server.
-    assert requests.get(f"{int8_server.url}/server_info", auth=http.add_key, timeout=30).status_code == 200
+    assert (
+        requests.get(f"{int8_server.url}/server_info", auth=http.add_key, timeout=30).status_code
+        == 200
+    )
     assert key not in int8_server.log.read_text()
 
 
 @pytest.mark.vllm
 @pytest.mark.xdist_group("server")
 def test_the_exact_command_is_printed_and_options_are_passed_on(int8_server):
-    [line] = [line for line in int8_server.log.read_text().splitlines() if line.startswith("VLLM_SERVER_DEV_MODE=1 ")]
+    [line] = [
+        line
+        for line in int8_server.log.read_text().splitlines()
+        if line.startswith("VLLM_SERVER_DEV_MODE=1 ")
+    ]
     assert f"--port {int8_server.port}" in line and line.endswith(
         "--enforce-eager --max-model-len 64 --max-num-seqs 16"
     )
@@ -406,7 +490,8 @@ def test_control_c_during_the_start_leaves_no_process_behind(model, warm_python,
     server = Server(model, tmp_path, "--scheme", "int8", python=warm_python, has_worker=True)
     try:
         deadline = time.monotonic() + 120
-        while len(server.survivors()) < 5:  # the server with its stand-in, and what vLLM starts for its engine
+        # the server with its stand-in, and what vLLM starts for its engine
+        while len(server.survivors()) < 5:
             assert time.monotonic() < deadline and server.process.poll() is None
             time.sleep(0.02)
         assert "INFO:     Application startup complete" not in server.log.read_text()

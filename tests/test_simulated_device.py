@@ -1,8 +1,8 @@
 """The trainer's side of a sync on a CUDA device that is only in PyTorch's books (`FakeTensorMode`).
 
-No number is computed. What a GPU would do differently from a CPU becomes visible: tensors of two devices in one
-operation raise, and a dispatch mode counts launches, memory, and what makes the CPU wait for the GPU. Where PyTorch
-would reach for a CUDA build before any operator, doubles answer.
+No number is computed. What a GPU would do differently from a CPU becomes visible: tensors of two
+devices in one operation raise, and a dispatch mode counts launches, memory, and what makes the CPU
+wait for the GPU. Where PyTorch would reach for a CUDA build before any operator, doubles answer.
 """
 
 import collections
@@ -29,10 +29,16 @@ GRID = torch.bfloat16
 LAYERS = 3
 CHUNKS = 2**26  # bytes: what is rounded or digested at a time
 # Of Qwen2.5-0.5B, with fewer layers: all budgets are per layer or tensor.
-SHAPE = {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14, "num_key_value_heads": 2}
-LAUNCHES = {"int8": 590, "fp8": 540, "fp8_block": 550, "mxfp8": 760, "w4a16": 730, "w8a16": 700}  # per decoder layer
-# Read and written by operators per weight of a layer, and of the embedding: one pass over float32 is 8. Those of INT8
-# include smoothing, in a sync that collects magnitudes.
+SHAPE = {
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+}
+# per decoder layer
+LAUNCHES = {"int8": 590, "fp8": 540, "fp8_block": 550, "mxfp8": 760, "w4a16": 730, "w8a16": 700}
+# Read and written by operators per weight of a layer, and of the embedding: one pass over float32
+# is 8. Those of INT8 include smoothing, in a sync that collects magnitudes.
 BYTES = {"int8": 83, "fp8": 61, "fp8_block": 61, "mxfp8": 72, "w4a16": 65, "w8a16": 67}
 EMBEDDING_BYTES = 37
 VIEWS = {
@@ -45,7 +51,9 @@ FILLS = {"zeros", "zeros_like", "new_zeros", "ones", "full"}
 
 
 class Watch(TorchDispatchMode):
-    """Counts what operators would do to a GPU, and answers what `FakeTensorMode` cannot: the values of scalars."""
+    """Counts what operators would do to a GPU, and answers what `FakeTensorMode` cannot: the values
+    of scalars.
+    """
 
     def __init__(self):
         super().__init__()
@@ -57,7 +65,9 @@ class Watch(TorchDispatchMode):
         if function is torch.ops.aten._local_scalar_dense.default:
             return self.scalar(args[0])
         result, name = function(*args, **(kwargs or {})), function.overloadpacket.__name__
-        inputs, outputs = ([x for x in tree_leaves(each) if isinstance(x, torch.Tensor)] for each in (args, result))
+        inputs, outputs = (
+            [x for x in tree_leaves(each) if isinstance(x, torch.Tensor)] for each in (args, result)
+        )
         if name in ("_to_copy", "copy_"):
             source = args[1] if name == "copy_" else args[0]
             if source.is_cuda and not result.is_cuda:
@@ -111,7 +121,9 @@ def getitem(tensor, index):
     index = list(index) if isinstance(index, tuple) else [index]
     if Ellipsis in index:
         at = index.index(Ellipsis)
-        index[at : at + 1] = [slice(None)] * (tensor.dim() - sum(each is not None for each in index) + 1)
+        index[at : at + 1] = [slice(None)] * (
+            tensor.dim() - sum(each is not None for each in index) + 1
+        )
     dim = 0
     for each in index:
         if isinstance(each, int):
@@ -133,12 +145,24 @@ def copy_(tensor, source):
 
 @pytest.fixture
 def watch(monkeypatch):
-    watch, ones = Watch(), lambda shape, value: [ones(shape[1:], value) for _ in range(shape[0])] if shape else value
+    watch, ones = (
+        Watch(),
+        lambda shape, value: [ones(shape[1:], value) for _ in range(shape[0])] if shape else value,
+    )
     # These reach a device guard, which a build without CUDA has not, before any operator.
-    for name, kind in {"item": lambda x: x, "__float__": float, "__int__": int, "__bool__": bool}.items():
-        monkeypatch.setattr(FakeTensor, name, lambda x, kind=kind: kind(watch.scalar(x)), raising=False)
+    for name, kind in {
+        "item": lambda x: x,
+        "__float__": float,
+        "__int__": int,
+        "__bool__": bool,
+    }.items():
+        monkeypatch.setattr(
+            FakeTensor, name, lambda x, kind=kind: kind(watch.scalar(x)), raising=False
+        )
     monkeypatch.setattr(FakeTensor, "__getitem__", getitem, raising=False)
-    monkeypatch.setattr(FakeTensor, "tolist", lambda x: ones(tuple(x.shape), watch.scalar(x)), raising=False)
+    monkeypatch.setattr(
+        FakeTensor, "tolist", lambda x: ones(tuple(x.shape), watch.scalar(x)), raising=False
+    )
     new_tensor = lambda x, data, dtype=None: x.new_zeros(len(data), dtype=dtype)  # noqa: E731
     monkeypatch.setattr(FakeTensor, "new_tensor", new_tensor, raising=False)
     monkeypatch.setattr(FakeTensor, "copy_", copy_, raising=False)
@@ -151,7 +175,9 @@ def watch(monkeypatch):
 
 
 def policy(device="cuda"):
-    config = Qwen2Config(**SHAPE, num_hidden_layers=LAYERS, vocab_size=151936, tie_word_embeddings=True)
+    config = Qwen2Config(
+        **SHAPE, num_hidden_layers=LAYERS, vocab_size=151936, tie_word_embeddings=True
+    )
     with torch.device(device), no_init_weights():
         model = Qwen2ForCausalLM(config)
     model.tie_weights()
@@ -159,7 +185,9 @@ def policy(device="cuda"):
 
 
 def sync(watch, name, plant=lambda tensor: tensor):
-    """A checked sync, smoothed where the format is. `plant` is a fault, which gets each tensor on its way."""
+    """A checked sync, smoothed where the format is. `plant` is a fault, which gets each tensor on
+    its way.
+    """
     model, scheme, names = policy(), SCHEMES[name], []
     weights = stream_of(model, scheme, smooths=scheme.is_smoothed)
     if scheme.is_smoothed:
@@ -167,8 +195,11 @@ def sync(watch, name, plant=lambda tensor: tensor):
         for (
             source,
             each,
-        ) in weights.smoothing._sources.items():  # on the host, as the first fit's broadcast leaves them
-            weights.smoothing.scales[source] = torch.ones(model.get_submodule(each.layers[0]).in_features)
+            # on the host, as the first fit's broadcast leaves them
+        ) in weights.smoothing._sources.items():
+            weights.smoothing.scales[source] = torch.ones(
+                model.get_submodule(each.layers[0]).in_features
+            )
     watch.begin()
     whole = model_parameters(model, grid=GRID)
     made = checks.find_not_finite(weights.tensors(whole, GRID), names)
@@ -180,7 +211,9 @@ def sync(watch, name, plant=lambda tensor: tensor):
 def check_budgets(watch, model, name):
     parameters = [parameter.numel() for parameter in model.parameters()]
     largest = max(parameters)
-    assert watch.waits.total() <= 2, f"waits, not one for numbers and one for digests: {watch.waits}"
+    assert watch.waits.total() <= 2, (
+        f"waits, not one for numbers and one for digests: {watch.waits}"
+    )
     assert not watch.doubles.total(), f"64 bits, at half of the speed or less: {watch.doubles}"
     assert watch.launches <= LAUNCHES[name] * LAYERS + 140, f"{watch.launches} launches"
     allowed = BYTES[name] * (sum(parameters) - largest) + EMBEDDING_BYTES * largest
@@ -208,7 +241,9 @@ PLANTED = {
     "64 bits": (lambda tensor: (tensor.to(torch.float32).double(), tensor)[1], "64 bits"),
     "small launches": (launch_more, "launches"),
     "tensors kept": (
-        lambda tensor: (KEPT.append(tensor.new_empty(tensor.shape, dtype=torch.float32)), tensor)[1],
+        lambda tensor: (KEPT.append(tensor.new_empty(tensor.shape, dtype=torch.float32)), tensor)[
+            1
+        ],
         "peak of",
     ),
 }
@@ -223,11 +258,14 @@ def test_a_fault_exceeds_its_budget(fault, watch):
 
 
 def test_tensors_of_two_devices_do_not_meet(watch):
-    with pytest.raises(RuntimeError, match="two different devices|found at least two devices|different devices"):
+    with pytest.raises(
+        RuntimeError, match="two different devices|found at least two devices|different devices"
+    ):
         sync(watch, "int8", lambda tensor: tensor + torch.ones(tensor.shape))
 
 
-@pytest.mark.parametrize("name", [name for name in SCHEMES if not name.endswith("a16")])  # those read a shape's values
+# those read a shape's values
+@pytest.mark.parametrize("name", [name for name in SCHEMES if not name.endswith("a16")])
 def test_a_layer_of_the_probe_stays_on_the_device(name, watch, monkeypatch):
     with torch.device("cuda"), no_init_weights():
         layer, inputs = torch.nn.Linear(1024, 512), torch.empty(1, 8, 1024, dtype=GRID)

@@ -1,4 +1,6 @@
-"""What vLLM's Python code does on GPUs that are not there (`simulated_gpu`), and whether a reload leaves it right."""
+"""What vLLM's Python code does on GPUs that are not there (`simulated_gpu`), and whether a reload
+leaves it right.
+"""
 
 import gc
 import re
@@ -21,7 +23,9 @@ from trl_qurl.rollout.engine.cuda import repaired_reload
 MARKS = [
     pytest.mark.simulated_gpu,
     pytest.mark.xdist_group("simulated gpu"),
-    pytest.mark.skipif(not vllm.__version__.startswith("0.31."), reason="the doubles imitate vLLM 0.31"),
+    pytest.mark.skipif(
+        not vllm.__version__.startswith("0.31."), reason="the doubles imitate vLLM 0.31"
+    ),
 ]
 
 
@@ -34,10 +38,16 @@ def on_a_simulated_gpu(test):
 ON_THE_PAGE = [*MATRIX, *chain(*MIXED.values())]
 ONE_OF_EACH = [
     *ALWAYS,
-    *(pytest.param(case, marks=pytest.mark.slow) for case in [*ON_THE_PAGE, *CORNERS] if case not in ALWAYS),
+    *(
+        pytest.param(case, marks=pytest.mark.slow)
+        for case in [*ON_THE_PAGE, *CORNERS]
+        if case not in ALWAYS
+    ),
 ]
 UNREPAIRED = [
-    pytest.param(replace(case, is_repaired=False), *rest, marks=[] if case in ALWAYS else pytest.mark.slow)
+    pytest.param(
+        replace(case, is_repaired=False), *rest, marks=[] if case in ALWAYS else pytest.mark.slow
+    )
     for title, case, *rest in FAULTS
 ]
 TITLES = list(dict.fromkeys(title for title, *_ in FAULTS))
@@ -45,9 +55,17 @@ TITLES = list(dict.fromkeys(title for title, *_ in FAULTS))
 
 @pytest.fixture(scope="module")
 def reports(request):
-    """The reports of all cases that the tests of this run ask for; those on one GPU share its imports."""
-    parameters = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
-    cases = dict.fromkeys(spec.params["case"] for spec in parameters if spec and "case" in spec.params)
+    """The reports of all cases that the tests of this run ask for; those on one GPU share its
+    imports.
+    """
+    parameters = [
+        getattr(item, "callspec", None)
+        for item in request.session.items
+        if item.path == request.path
+    ]
+    cases = dict.fromkeys(
+        spec.params["case"] for spec in parameters if spec and "case" in spec.params
+    )
     return dict(simulate_all(cases))
 
 
@@ -60,13 +78,17 @@ def test_a_reload_leaves_what_a_fresh_start_would(case, reports):
     else:
         assert not report.faults
         assert report.kernels == report.kernels | ALWAYS.get(case, {})
-        assert len(set(report.kernels.values())) >= len(case.schemes), "layers of two formats have one kernel"
+        assert len(set(report.kernels.values())) >= len(case.schemes), (
+            "layers of two formats have one kernel"
+        )
 
 
 @on_a_simulated_gpu
 @pytest.mark.parametrize(("case", "kind", "part"), UNREPAIRED, ids=str)
 def test_vllms_own_reload_needs_the_repair(case, kind, part, reports):
-    assert part in str(reports[case].faults.get(kind)), "vLLM has repaired it: remove our repair and the report"
+    assert part in str(reports[case].faults.get(kind)), (
+        "vLLM has repaired it: remove our repair and the report"
+    )
 
 
 @pytest.mark.slow
@@ -87,7 +109,9 @@ def test_the_page_says_which_formats_are_refused():
         for gpu in gpus:
             assert refused == [name for name in names if not SCHEMES[name].runs_on(GPUS[gpu])], gpu
     cells = [cell.strip() for row in mixed.splitlines()[2:] for cell in row.split("|")[2:-1]]
-    assert cells == [", ".join(case.gpu for case in cases if runs(case)) for cases in MIXED.values()]
+    assert cells == [
+        ", ".join(case.gpu for case in cases if runs(case)) for cases in MIXED.values()
+    ]
 
 
 def test_every_fault_that_we_repair_has_a_report():
@@ -95,7 +119,8 @@ def test_every_fault_that_we_repair_has_a_report():
     assert all(f"### {title}\n" in page for title in TITLES)
 
 
-# The repair, on a layer with a kernel instead of an engine. `FAULTS` above shows that the comparison finds faults.
+# The repair, on a layer with a kernel instead of an engine. `FAULTS` above shows that the
+# comparison finds faults.
 
 
 class Kernel:
@@ -108,7 +133,9 @@ class Kernel:
 class Layer(nn.Module):
     def __init__(self):
         super().__init__()
-        self.weight, self.bias = (nn.Parameter(torch.zeros(4), requires_grad=False) for _ in range(2))
+        self.weight, self.bias = (
+            nn.Parameter(torch.zeros(4), requires_grad=False) for _ in range(2)
+        )
         self.register_buffer("positions", torch.zeros(4))
         self.scheme = Kernel()
 
@@ -172,7 +199,10 @@ def test_the_repair_keeps_what_graphs_write_into_once():
 
 def test_a_tensor_of_another_shape_is_an_error():
     layer, said = Layer(), re.escape("weight has the shape (5,) after a reload instead of (4,)")
-    with pytest.raises(RuntimeError, match=f"{said}: .* Use another rollout_quantization"), repaired_reload(layer):
+    with (
+        pytest.raises(RuntimeError, match=f"{said}: .* Use another rollout_quantization"),
+        repaired_reload(layer),
+    ):
         grow(layer)
 
 

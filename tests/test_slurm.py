@@ -1,4 +1,6 @@
-"""Run `examples/slurm.sh` with srun, scontrol, trl-qurl and accelerate replaced by scripts that record their calls."""
+"""Run `examples/slurm.sh` with srun, scontrol, trl-qurl and accelerate replaced by scripts that
+record their calls.
+"""
 
 import os
 import signal
@@ -51,7 +53,9 @@ while :; do sleep 0.05; done""",
 class Job:
     """One run of the script."""
 
-    def __init__(self, directory: Path, *arguments: str, nodes: str = "n1 n2 n3", **variables: str) -> None:
+    def __init__(
+        self, directory: Path, *arguments: str, nodes: str = "n1 n2 n3", **variables: str
+    ) -> None:
         self.log = directory / "log"
         self.log.unlink(missing_ok=True)
         programs = directory / "programs"
@@ -60,7 +64,11 @@ class Job:
             (programs / name).write_text(f"#!/bin/sh\n{text}\n")
             (programs / name).chmod(0o755)
         slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_GPUS_ON_NODE": "8"}
-        environment = slurm | {"PATH": f"{programs}:/usr/bin:/bin", "LOG": str(self.log), "NODES": nodes} | variables
+        environment = (
+            slurm
+            | {"PATH": f"{programs}:/usr/bin:/bin", "LOG": str(self.log), "NODES": nodes}
+            | variables
+        )
         self.process = subprocess.Popen(
             ["bash", SCRIPT, *arguments],
             cwd=directory, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -108,14 +116,24 @@ def test_server_and_trainers_find_each_other_and_get_valid_options(start):
     assert {"server on n3", "rank 0 on n1", "rank 1 on n2", "server ended"} <= lines
     assert "scontrol requeue" not in job.log.read_text()
     server, ranks = job.words("server"), [job.words("rank0"), job.words("rank1")]
-    assert (value_of("--host", server), value_of("--port", server)) == ("10.0.0.3", "8000"), "not loopback"
-    assert (value_of("--tensor-parallel-size", server), value_of("--data-parallel-size", server)) == ("2", "4")
+    assert (value_of("--host", server), value_of("--port", server)) == ("10.0.0.3", "8000"), (
+        "not loopback"
+    )
+    assert (
+        value_of("--tensor-parallel-size", server),
+        value_of("--data-parallel-size", server),
+    ) == ("2", "4")
     assert [value_of("--machine_rank", words) for words in ranks] == ["0", "1"]
     for words in ranks:
-        assert value_of("--num_machines", words) == "2" and value_of("--num_processes", words) == "16"
+        assert (
+            value_of("--num_machines", words) == "2" and value_of("--num_processes", words) == "16"
+        )
         assert value_of("--main_process_ip", words) == "10.0.0.1"
         assert value_of("--vllm_server_base_url", words) == "http://10.0.0.3:8000"
-        assert Path(value_of("--rollout_checkpoint_dir", words)).is_dir() and words[-2:] == ["--max_steps", "5"]
+        assert Path(value_of("--rollout_checkpoint_dir", words)).is_dir() and words[-2:] == [
+            "--max_steps",
+            "5",
+        ]
     assert value_of("--rollout_quantization", ranks[0]) == value_of("--scheme", server)
     check_trl_qurl(server)
     check_accelerate(ranks[0])
@@ -129,19 +147,32 @@ def test_a_job_near_its_time_limit_is_requeued_and_resumes(start, tmp_path):
     job.end()
     *_, last = job.log.read_text().splitlines()
     assert last == "scontrol requeue 7" and job.log.read_text().count("training ended") == 2
-    assert "server ended" in job.log.read_text() and "--resume_from_checkpoint" not in job.words("rank0")
+    assert "server ended" in job.log.read_text() and "--resume_from_checkpoint" not in job.words(
+        "rank0"
+    )
     for step in (9, 10, 11):
         (tmp_path / "policy" / f"checkpoint-{step}").mkdir(parents=True)
         if step != 11:  # it was being saved when the job ended
             (tmp_path / "policy" / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
     again = start(SLURM_RESTART_COUNT="1")
     assert "checkpoint-10" in again.end()
-    assert value_of("--resume_from_checkpoint", again.words("rank0")) == str(tmp_path / "policy" / "checkpoint-10")
+    assert value_of("--resume_from_checkpoint", again.words("rank0")) == str(
+        tmp_path / "policy" / "checkpoint-10"
+    )
 
 
 @pytest.mark.parametrize(("deaths", "starts", "status"), [("2", 3, 0), ("100", 10, 1)])
 def test_a_server_is_restarted_at_most_ten_times(deaths, starts, status, start):
-    job = start(nodes="n1 n2", SERVER_DIES=deaths, **({"TRAINS_ON": "yes"} if status else {"TRAINS_FOR": "3"}))
+    job = start(
+        nodes="n1 n2",
+        SERVER_DIES=deaths,
+        **({"TRAINS_ON": "yes"} if status else {"TRAINS_FOR": "3"}),
+    )
     printed = job.end()
-    assert job.log.read_text().splitlines().count("server on n2") == starts and job.process.returncode == status
-    assert ("The server ended ten times" in printed and "training ended" in job.log.read_text()) == bool(status)
+    assert (
+        job.log.read_text().splitlines().count("server on n2") == starts
+        and job.process.returncode == status
+    )
+    assert (
+        "The server ended ten times" in printed and "training ended" in job.log.read_text()
+    ) == bool(status)

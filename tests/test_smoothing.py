@@ -1,4 +1,6 @@
-"""Smoothing keeps a model's function and weights, removes the error that outliers cause, and reaches the engine."""
+"""Smoothing keeps a model's function and weights, removes the error that outliers cause, and
+reaches the engine.
+"""
 
 import copy
 import json
@@ -19,7 +21,8 @@ from trl_qurl.quantization.smoothing import LARGEST_SCALE, can_smooth, fitted_sc
 from trl_qurl.rollout.preparation import prepare_weights
 
 TOKENS = torch.randint(2, 97, (8, 24), generator=torch.Generator().manual_seed(0))
-FUSED = dict.fromkeys(("glm", "glm4", "phi3", "cohere", "cohere2"), 2)  # or one norm for two readers
+# or one norm for two readers
+FUSED = dict.fromkeys(("glm", "glm4", "phi3", "cohere", "cohere2"), 2)
 
 
 def smoothed_stream(model, tokens=TOKENS):
@@ -46,7 +49,8 @@ def kl(model, weights, smoothing=None):
     return (rounded.exp() * (rounded - exact)).sum(-1).mean().item()
 
 
-# The function --------------------------------------------------------------------------------------------------------
+# The function
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -57,17 +61,21 @@ def test_smoothing_changes_neither_function_nor_policy(variant):
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name]), name
     other = folded(model, weights)
-    changed = [name for name, tensor in other.state_dict().items() if not torch.equal(tensor, before[name])]
+    changed = [
+        name for name, tensor in other.state_dict().items() if not torch.equal(tensor, before[name])
+    ]
     expected = FUSED.get(VARIANTS[variant]["model_type"], 3)
     assert len(sources(model)) == 2 * expected and len(changed) >= 2 * expected
     torch.testing.assert_close(logits(other), logits(model), rtol=1e-4, atol=1e-4)
 
 
-# The scales ----------------------------------------------------------------------------------------------------------
+# The scales
+# --------------------------------------------------------------------------------------------------
 
 
 def test_scales_share_the_range_between_inputs_and_weights():
-    inputs, columns = torch.tensor([1024.0, 1.0, 1.0, 0.0]), torch.tensor([1.0, 1.0, 1 / 1024, 1.0])  # mean squares
+    # mean squares
+    inputs, columns = torch.tensor([1024.0, 1.0, 1.0, 0.0]), torch.tensor([1.0, 1.0, 1 / 1024, 1.0])
     # 1024^0.2, 1 and 1024^0.3 have the geometric mean 2^(5/3); the last channel is never used.
     expected = torch.tensor([2.0**2, 2.0**0, 2.0**3]) / 2 ** (5 / 3)
     torch.testing.assert_close(fitted_scales(inputs, columns)[:3], expected)
@@ -152,14 +160,21 @@ def test_state_of_other_layers_is_not_loaded(before, after):
         dict(other.smoothing.fold(model_parameters(model)))
 
 
-# Settings ------------------------------------------------------------------------------------------------------------
+# Settings
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"rollout_quantization": None}, "rollout_quantization=None .smoothing is for INT8.: leave it out"),
-        ({"rollout_quantization": "fp8"}, "rollout_quantization='fp8' .smoothing is for INT8.: leave it out"),
+        (
+            {"rollout_quantization": None},
+            "rollout_quantization=None .smoothing is for INT8.: leave it out",
+        ),
+        (
+            {"rollout_quantization": "fp8"},
+            "rollout_quantization='fp8' .smoothing is for INT8.: leave it out",
+        ),
         ({"weight_sync": "llmcompressor"}, "weight_sync='llmcompressor'"),
         ({"weight_sync": "adapter"}, "weight_sync='adapter'"),
         ({"round_base": True}, "round_base=True"),
@@ -173,8 +188,13 @@ def test_smoothing_is_refused_where_it_cannot_act(settings, message, tmp_path):
 
 
 def test_int8_is_smoothed_by_default_for_known_models(tmp_path):
-    assert QuRLGRPOConfig(str(tmp_path), use_cpu=True, bf16=False).smooths is None, "the model decides"
-    assert QuRLGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, smooth_activations=False).smooths is False
+    assert QuRLGRPOConfig(str(tmp_path), use_cpu=True, bf16=False).smooths is None, (
+        "the model decides"
+    )
+    assert (
+        QuRLGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, smooth_activations=False).smooths
+        is False
+    )
     unknown = tiny_model("opt", ffn_dim=128, word_embed_proj_dim=128)
     assert can_smooth(tiny_model("llama")) and not can_smooth(unknown)
     with pytest.raises(ValueError, match=r"model type 'opt'.*Leave smooth_activations out"):
@@ -183,26 +203,34 @@ def test_int8_is_smoothed_by_default_for_known_models(tmp_path):
 
 def test_scales_are_not_fitted_before_a_model_is_on_its_device():
     passes, settings = [], rollout_settings(get_scheme("int8"), smooths=True)
-    for device, expected in (("meta", 0), ("cpu", 1)):  # as if the launcher had yet to move or shard it
+    # as if the launcher had yet to move or shard it
+    for device, expected in (("meta", 0), ("cpu", 1)):
         model = tiny_model(tie_word_embeddings=False).to(device)
         model.get_decoder().register_forward_pre_hook(lambda *arguments: passes.append(1))
         weights = prepare_weights(model, settings, Accelerator(), lambda: TOKENS[:1].tolist())
         assert len(passes) == expected and bool(weights.smoothing.scales) == bool(expected)
 
 
-# A run ---------------------------------------------------------------------------------------------------------------
+# A run
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def runs(train, tmp_path_factory):
-    """A policy with outliers in two processes with an engine each: plain, then smoothed from the first prompts on."""
+    """A policy with outliers in two processes with an engine each: plain, then smoothed from the
+    first prompts on.
+    """
     directory = tmp_path_factory.mktemp("smoothed")
     save_tiny(directory / "model", model=with_outliers(tiny_model("llama"), 0))
     config = {"sync_check_interval": 1, "learning_rate": 1e-5}
     config |= {"max_steps": 8, "max_completion_length": 32, "num_generations": 8}
     policy = [directory / "out", "--model", directory / "model", "--config"]
     return train(
-        *([*policy, json.dumps(config | {"smooth_activations": smooths})] for smooths in (False, None)), processes=2
+        *(
+            [*policy, json.dumps(config | {"smooth_activations": smooths})]
+            for smooths in (False, None)
+        ),
+        processes=2,
     )
 
 

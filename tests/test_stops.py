@@ -1,4 +1,6 @@
-"""What comes back after a stop is what was there: adapters, the critic, the reference, experts, the rollout."""
+"""What comes back after a stop is what was there: adapters, the critic, the reference, experts, the
+rollout.
+"""
 
 import pytest
 import torch
@@ -30,11 +32,15 @@ def stops(run_scenario, tmp_path_factory):
 engines = [
     pytest.mark.vllm,
     pytest.mark.xdist_group("stops"),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="equality to the last bit is claimed for the CPU only"),
+    pytest.mark.skipif(
+        torch.cuda.is_available(), reason="equality to the last bit is claimed for the CPU only"
+    ),
 ]
 
 
-@pytest.mark.parametrize("case", ["own_adapter", "two_adapters", "experts", "moving_reference", "preempted"])
+@pytest.mark.parametrize(
+    "case", ["own_adapter", "two_adapters", "experts", "moving_reference", "preempted"]
+)
 @pytest.mark.usefixtures("stops")
 class TestResumedRuns:
     pytestmark = engines
@@ -65,10 +71,13 @@ class TestOtherStops:
     def test_training_again_begins_with_a_new_rollout(self, stops):
         record = stops["interrupted"]
         assert record["begun"] == [0, 2, "Ctrl-C", 0, 2, 4]
-        assert max(record["kl"]) < 0.01, "no rollout was scored with newer weights than those that sampled it"
+        assert max(record["kl"]) < 0.01, (
+            "no rollout was scored with newer weights than those that sampled it"
+        )
 
 
-# A policy and what it resumes from, without an engine ---------------------------------------------------------------
+# A policy and what it resumes from, without an engine
+# ---------------------------------------------------------------
 
 
 def with_adapters(seed: int):
@@ -84,7 +93,8 @@ POLICIES = {
     **{family: lambda seed, family=family: tiny_model(family, seed=seed) for family in FAMILIES},
     **{family: lambda seed, family=family: tiny_mixture(family, seed=seed) for family in MIXTURES},
     **{
-        family: lambda seed, family=family: tiny_vision_model(family, seed=seed) for family in ("qwen2_5_vl", "gemma3")
+        family: lambda seed, family=family: tiny_vision_model(family, seed=seed)
+        for family in ("qwen2_5_vl", "gemma3")
     },
     "critic": lambda seed: tiny_classifier(seed=seed),
     "adapters": with_adapters,
@@ -94,7 +104,9 @@ POLICIES = {
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_what_is_loaded_is_what_was_saved(name, tmp_path):
-    """`load_policy` loads what transformers' loader would miss; else that loader has loaded a plain state."""
+    """`load_policy` loads what transformers' loader would miss; else that loader has loaded a plain
+    state.
+    """
     make = POLICIES[name]
     saved = make(0)
     saved.save_pretrained(tmp_path)
@@ -109,7 +121,9 @@ def test_what_is_loaded_is_what_was_saved(name, tmp_path):
 
 
 def test_a_loader_of_other_files_does_not_hide_a_wrong_adapter(tmp_path):
-    """The check without the repair: transformers loads `ref` and leaves the policy's own adapter as it was."""
+    """The check without the repair: transformers loads `ref` and leaves the policy's own adapter as
+    it was.
+    """
     with_adapters(0).save_pretrained(tmp_path)
     resumed = with_adapters(1)
     resumed.load_adapter(str(tmp_path / "ref"), "ref")
@@ -126,7 +140,8 @@ def test_a_value_that_differs_by_one_bit_is_named(tmp_path):
         check_loaded("policy", model, tmp_path)
 
 
-# Complete and incomplete checkpoints --------------------------------------------------------------------------------
+# Complete and incomplete checkpoints
+# --------------------------------------------------------------------------------
 
 
 def complete(path):
@@ -141,7 +156,11 @@ def test_a_resume_takes_the_last_complete_checkpoint_and_names_the_others(tmp_pa
     (tmp_path / "checkpoint-10" / "trainer_state.json").write_text('{"epo')  # cut short
     (tmp_path / "checkpoint-12").mkdir()
     assert last_complete_checkpoint(tmp_path).name == "checkpoint-4"
-    assert "checkpoint-10" in caplog.text and "checkpoint-12" in caplog.text and "checkpoint-2" not in caplog.text
+    assert (
+        "checkpoint-10" in caplog.text
+        and "checkpoint-12" in caplog.text
+        and "checkpoint-2" not in caplog.text
+    )
     with pytest.raises(FileNotFoundError, match="checkpoint-10"):
         check_complete(tmp_path / "checkpoint-10")
     with pytest.raises(FileNotFoundError, match="checkpoint-3"):
@@ -186,7 +205,10 @@ def test_a_damaged_file_is_named_by_its_checkpoint(tmp_path):
     for name in ("model.safetensors", "optimizer.pt"):
         path = tmp_path / name
         path.write_bytes(path.read_bytes()[:1000])
-    readers = (lambda: load_file(tmp_path / "model.safetensors"), lambda: torch.load(tmp_path / "optimizer.pt"))
+    readers = (
+        lambda: load_file(tmp_path / "model.safetensors"),
+        lambda: torch.load(tmp_path / "optimizer.pt"),
+    )
     for read in readers:
         with pytest.raises(OSError, match=str(tmp_path)), read_whole(tmp_path):
             read()

@@ -76,7 +76,8 @@ def test_a_full_disk_is_one_clear_error_and_leaves_nothing(tmp_path):
         assert not list(disk.iterdir())
 
 
-# Processes that end --------------------------------------------------------------------------------------------------
+# Processes that end
+# --------------------------------------------------------------------------------------------------
 
 
 def write_for_a_minute(path):
@@ -116,7 +117,10 @@ def test_what_a_killed_process_left_goes_with_the_next_start(name, tmp_path):
     assert len(list(tmp_path.glob(".*/half"))) == 1, "it was taken from a process that still writes"
     end(process, signal.SIGKILL)
     cached(tmp_path / "another", make_empty)  # exists
-    assert {path for path in os.listdir(tmp_path) if not path.endswith(".lock")} == {name, "another"}
+    assert {path for path in os.listdir(tmp_path) if not path.endswith(".lock")} == {
+        name,
+        "another",
+    }
     end(writing(tmp_path / name), signal.SIGKILL)
     make_empty(tmp_path / name)
     assert not list(tmp_path.glob(".*"))
@@ -156,5 +160,7 @@ def test_a_process_that_was_killed_between_two_renames(tmp_path):
 
 def test_a_cache_that_cannot_be_written_names_its_variable(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(OSError, match=f"{tmp_path}/file cannot be written.*{storage.CACHE_VARIABLE}"):
+    with pytest.raises(
+        OSError, match=f"{tmp_path}/file cannot be written.*{storage.CACHE_VARIABLE}"
+    ):
         cached(tmp_path / "file" / "model", lambda path: None)

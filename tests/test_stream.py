@@ -1,7 +1,8 @@
-"""Streaming to a server: what is announced, sent, cut up, received and digested, with a stand-in for NCCL.
+"""Streaming to a server: what is announced, sent, cut up, received and digested, with a stand-in
+for NCCL.
 
-The two ends are real: our client with vLLM's packed sender, our worker with vLLM's NCCL engine as receiver. Between
-them, two threads hand tensors over in memory instead of two GPUs.
+The two ends are real: our client with vLLM's packed sender, our worker with vLLM's NCCL engine as
+receiver. Between them, two threads hand tensors over in memory instead of two GPUs.
 """
 
 import functools
@@ -23,7 +24,9 @@ from conftest import free_port
 from peft import LoraConfig, get_peft_model
 from tiny import WHOLE_BLOCKS, layers_of, rollout_settings, stream_of, tiny_model
 from trl.distributed import DistributedBackend
-from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
+    CompressedTensorsConfig,
+)
 from vllm.utils.network_utils import get_ip
 
 from trl_qurl.quantization import SCHEMES, make_plan, write_checkpoint
@@ -58,7 +61,8 @@ def announced(model, scheme, dtype=None):
     return stream_metadata(stream_of(model, scheme), dtype)
 
 
-# What is announced ---------------------------------------------------------------------------------------------------
+# What is announced
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scheme", [INT8, FP8, None], ids=["int8", "fp8", "bf16"])
@@ -83,17 +87,24 @@ def test_what_is_not_quantized_is_sent_in_the_engines_dtype(scheme):
     layers = layers_of(model)
     metadata = announced(model, scheme, torch.bfloat16)
     sent = dict(stream(model, scheme, torch.bfloat16))
-    assert metadata == [(name, str(t.dtype).split(".")[1], list(t.shape)) for name, t in sent.items()]
+    assert metadata == [
+        (name, str(t.dtype).split(".")[1], list(t.shape)) for name, t in sent.items()
+    ]
     assert sent["model.embed_tokens.weight"].dtype == torch.bfloat16
     as_it_is = dict(stream(model, scheme))
     for name, tensor in sent.items():
-        quantized = name.removesuffix("_scale").removesuffix(".weight") in layers and scheme is not None
+        quantized = (
+            name.removesuffix("_scale").removesuffix(".weight") in layers and scheme is not None
+        )
         is_vector = tensor.dim() < 2  # which an engine may hold in 32 bits
         assert tensor.dtype == (as_it_is[name].dtype if quantized or is_vector else torch.bfloat16)
-        assert torch.equal(tensor, as_it_is[name].to(tensor.dtype)), "an engine would have cast it to the same bits"
+        assert torch.equal(tensor, as_it_is[name].to(tensor.dtype)), (
+            "an engine would have cast it to the same bits"
+        )
 
 
-# From end to end -----------------------------------------------------------------------------------------------------
+# From end to end
+# --------------------------------------------------------------------------------------------------
 
 
 class HandedOver:
@@ -106,7 +117,9 @@ class HandedOver:
         return SimpleNamespace(broadcast=lambda tensor, src: self.tensors.put(tensor.clone()))
 
     def receiver(self):
-        return SimpleNamespace(broadcast=lambda tensor, src: tensor.copy_(self.tensors.get(timeout=20)))
+        return SimpleNamespace(
+            broadcast=lambda tensor, src: tensor.copy_(self.tensors.get(timeout=20))
+        )
 
 
 class Loading(torch.nn.Module):
@@ -122,7 +135,9 @@ class Loading(torch.nn.Module):
 
 @pytest.fixture
 def ends(monkeypatch):
-    """A client and the worker it reaches, with a hand-over in place of NCCL and nothing in place of CUDA streams."""
+    """A client and the worker it reaches, with a hand-over in place of NCCL and nothing in place of
+    CUDA streams.
+    """
     from vllm.distributed.weight_transfer import packed_tensor
     from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
@@ -173,7 +188,9 @@ def ends(monkeypatch):
             self.weight_transfer_engine.update_weights(announced)
 
         def finish_weight_update(self):
-            assert self.weight_transfer_engine.model is self.model, "the reload would be finished on the recorder"
+            assert self.weight_transfer_engine.model is self.model, (
+                "the reload would be finished on the recorder"
+            )
             self.session.append("finish")
 
     worker = Worker()
@@ -209,9 +226,16 @@ def test_tensors_arrive_in_order_and_bit_for_bit(scheme, ends):
     assert list(worker.model.loaded) == list(expected)
     for name, tensor in worker.model.loaded.items():
         assert tensor.dtype == expected[name].dtype
-        assert torch.equal(tensor.view(torch.uint8), expected[name].contiguous().view(torch.uint8)), name
+        assert torch.equal(
+            tensor.view(torch.uint8), expected[name].contiguous().view(torch.uint8)
+        ), name
     assert worker.session == ["start", "update", "finish"]
-    assert client.requests == ["/collective_rpc", "/reset_prefix_cache", "/reset_encoder_cache", "/collective_rpc"]
+    assert client.requests == [
+        "/collective_rpc",
+        "/reset_prefix_cache",
+        "/reset_encoder_cache",
+        "/collective_rpc",
+    ]
     assert client.version() == "v1"
     client.load_stream(stream(model, scheme), WeightUpdate("v2", False, metadata))
     assert client.version() == "v2" and worker.rollout_digests == {}
@@ -222,7 +246,9 @@ def test_both_ends_cut_the_stream_into_buffers_of_one_size(ends, monkeypatch):
     client, worker = ends
     monkeypatch.setitem(PACKING, "buffer_size_bytes", 4096)
     model, asked, answer = tiny_model(dtype=torch.bfloat16), {}, client._answer
-    client._answer = lambda verb, path, json=None: asked.update(json or {}) or answer(verb, path, json)
+    client._answer = lambda verb, path, json=None: (
+        asked.update(json or {}) or answer(verb, path, json)
+    )
     parents = {"packed": True}
     client._post(f"{client.base_url}/init_weight_transfer_engine", json={"init_info": parents})
     assert parents == {"packed": True}, "the parent opens its own end by it"
@@ -230,7 +256,9 @@ def test_both_ends_cut_the_stream_into_buffers_of_one_size(ends, monkeypatch):
     assert asked["packed_num_buffers"] == 1
     worker.weight_transfer_engine.packed_buffer_size_bytes = asked["packed_buffer_size_bytes"]
     buffers, send = [], client.communicator.broadcast
-    client.communicator.broadcast = lambda tensor, src: buffers.append(tensor.numel()) or send(tensor, src)
+    client.communicator.broadcast = lambda tensor, src: (
+        buffers.append(tensor.numel()) or send(tensor, src)
+    )
     sent = MeteredStream(stream(model, INT8), {})
     client.load_stream(sent, WeightUpdate("v1", True, announced(model, INT8)))
     client.compare_digests(sent.digests)
@@ -243,8 +271,12 @@ def test_int8_halves_the_bytes_of_the_layers():
     layers = layers_of(model)
     sizes = {}
     for scheme in (INT8, None):
-        sizes[scheme] = sum(t.nbytes for name, t in stream(model, scheme) if name.split(".weight")[0] in layers)
-    scales = sum(2 * t.shape[0] for name, t in parameters(model) if name.removesuffix(".weight") in layers)
+        sizes[scheme] = sum(
+            t.nbytes for name, t in stream(model, scheme) if name.split(".weight")[0] in layers
+        )
+    scales = sum(
+        2 * t.shape[0] for name, t in parameters(model) if name.removesuffix(".weight") in layers
+    )
     assert sizes[INT8] == sizes[None] / 2 + scales
 
 
@@ -258,16 +290,22 @@ def test_a_server_that_refuses_says_why_and_nobody_hangs(ends):
 
     worker.update_weights = refuse
     with ThreadPoolExecutor(1) as executor:
-        outcome = executor.submit(client.load_stream, stream(model, INT8), WeightUpdate("v1", True, metadata))
+        outcome = executor.submit(
+            client.load_stream, stream(model, INT8), WeightUpdate("v1", True, metadata)
+        )
         with pytest.raises(ServerError, match="no weight transfer here"):
             outcome.result(timeout=20)
     assert client._broadcast.wait(5.0), "a run that recovers opens another one"
     # Half loaded, vLLM cannot be loaded again; whoever tries is told.
-    with pytest.raises(RuntimeError, match="An earlier load of weights failed halfway.*restart the server"):
+    with pytest.raises(
+        RuntimeError, match="An earlier load of weights failed halfway.*restart the server"
+    ):
         worker.load_rollout_weights({"version": "v2"}, weights_iterator=iter(()))
 
 
-@pytest.mark.parametrize(("makes_digests", "fault"), [(True, r"\d+ different"), (False, r"\d+ missing")])
+@pytest.mark.parametrize(
+    ("makes_digests", "fault"), [(True, r"\d+ different"), (False, r"\d+ missing")]
+)
 def test_workers_compare_digests(makes_digests, fault, ends):
     client, worker = ends
     model = tiny_model()
@@ -281,7 +319,9 @@ def test_workers_compare_digests(makes_digests, fault, ends):
 
 
 def test_a_broadcast_that_never_returns_ends_the_run_in_time(ends, monkeypatch):
-    """As to a worker that died inside NCCL: what it waits for never comes, and not even an abort calls it back."""
+    """As to a worker that died inside NCCL: what it waits for never comes, and not even an abort
+    calls it back.
+    """
     client, worker = ends
     forever = threading.Event()
     group = SimpleNamespace(store=None, socket=None)
@@ -298,18 +338,25 @@ def test_a_broadcast_that_never_returns_ends_the_run_in_time(ends, monkeypatch):
     model = tiny_model()
     try:
         with pytest.raises(ServerError, match="did not answer /collective_rpc"):
-            client.load_stream(stream(model, INT8), WeightUpdate("v1", False, announced(model, INT8)))
-        with pytest.raises(ServerLostError, match="A broadcast to the server's workers did not end.*did not answer"):
+            client.load_stream(
+                stream(model, INT8), WeightUpdate("v1", False, announced(model, INT8))
+            )
+        with pytest.raises(
+            ServerLostError, match="A broadcast to the server's workers did not end.*did not answer"
+        ):
             client.reconnect(1.0)
     finally:
         forever.set()
 
 
-# Opened, lost, and opened again --------------------------------------------------------------------------------------
+# Opened, lost, and opened again
+# --------------------------------------------------------------------------------------
 
 
 class OverItsStore:
-    """NCCL with its rendezvous: broadcasts go through the group's store, and last until they are taken or aborted."""
+    """NCCL with its rendezvous: broadcasts go through the group's store, and last until they are
+    taken or aborted.
+    """
 
     def __init__(self, group, device):
         self.group, self.count, self.is_sending, self.aborted = group, 0, False, threading.Event()
@@ -335,15 +382,26 @@ class OverItsStore:
 
 @pytest.fixture
 def rendezvous(ends, monkeypatch):
-    """The client of `ends` before it has opened its stream, and a function that starts a server: a new worker."""
+    """The client of `ends` before it has opened its stream, and a function that starts a server: a
+    new worker.
+    """
     from vllm.distributed.device_communicators import pynccl
 
     client, worker = ends
     monkeypatch.setattr(pynccl, "PyNcclCommunicator", OverItsStore)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setitem(PACKING, "buffer_size_bytes", 4096)
-    client.communicator, client.plan, client.shapes, client.group_port = None, QuantizationPlan(), {}, free_port()
-    client.session, client.request_timeout, client._is_healthy = requests.Session(), 60.0, lambda: True
+    client.communicator, client.plan, client.shapes, client.group_port = (
+        None,
+        QuantizationPlan(),
+        {},
+        free_port(),
+    )
+    client.session, client.request_timeout, client._is_healthy = (
+        requests.Session(),
+        60.0,
+        lambda: True,
+    )
     answer = client._answer
 
     def start():
@@ -383,7 +441,9 @@ def test_a_stream_is_opened_again_when_its_server_has_come_back(lost, rendezvous
         if lost == "between two syncs":
             worker = start()
         else:
-            worker.weight_transfer_engine.model_update_group.broadcast = functools.partial(killed, client)
+            worker.weight_transfer_engine.model_update_group.broadcast = functools.partial(
+                killed, client
+            )
         with pytest.raises(ServerError, match="NCCL is not open|killed"):
             client.load_stream(stream(model, INT8), WeightUpdate(version, False, metadata))
         worker = start() if lost == "in a broadcast" else worker
@@ -401,7 +461,8 @@ def test_a_stream_waits_until_its_old_port_is_free(rendezvous):
     start()
     client.open_stream(CUDA)
     client.close_communicator()
-    late = socket.create_server((get_ip(), client.group_port))  # what is left of the group that was lost
+    # what is left of the group that was lost
+    late = socket.create_server((get_ip(), client.group_port))
     threading.Timer(1.0, late.close).start()
     client.reconnect(5.0)
     client.load_stream(stream(model, INT8), WeightUpdate("v1", False, announced(model, INT8)))
@@ -409,7 +470,9 @@ def test_a_stream_waits_until_its_old_port_is_free(rendezvous):
 
 
 def killed(client, tensor, src):
-    """What a worker receives that is lost while the trainer waits inside NCCL, with the next tensor at hand."""
+    """What a worker receives that is lost while the trainer waits inside NCCL, with the next tensor
+    at hand.
+    """
     while not client.communicator.is_sending or not client._broadcast._ready.full():
         time.sleep(0.001)
     raise RuntimeError("killed")
@@ -424,14 +487,19 @@ def test_a_server_that_hangs_while_a_stream_opens_ends_the_run_in_time(rendezvou
         if path != "/init_weight_transfer_engine":
             return answer(verb, path, json)
         time.sleep(0.3)
-        raise ServerError("The vLLM server did not answer /init_weight_transfer_engine within 0.3 seconds.")
+        raise ServerError(
+            "The vLLM server did not answer /init_weight_transfer_engine within 0.3 seconds."
+        )
 
     client._answer = hang
     started = time.monotonic()
-    with pytest.raises(ServerLostError, match="NCCL did not open .*weight_sync=.* did not answer /init_weight"):
+    with pytest.raises(
+        ServerLostError, match="NCCL did not open .*weight_sync=.* did not answer /init_weight"
+    ):
         client.open_stream(CUDA)
     assert time.monotonic() - started < 3, "it waited for workers that will not come"
-    # If nobody joins its group, vLLM closes a descriptor that is another file's by then (`create_tcp_store`).
+    # If nobody joins its group, vLLM closes a descriptor that is another file's by then
+    # (`create_tcp_store`).
     torch.distributed.TCPStore(get_ip(), client.group_port, 2, is_master=False, use_libuv=False)
 
 
@@ -439,16 +507,24 @@ def test_workers_are_not_sent_to_the_group_of_another_run(rendezvous):
     client, start = rendezvous
     start()
     port = client.group_port
-    others = torch.distributed.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, use_libuv=False)
-    with pytest.raises(ServerLostError, match=rf"port {port} of \S+: vllm_group_port.*already in use"):
+    others = torch.distributed.TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, use_libuv=False
+    )
+    with pytest.raises(
+        ServerLostError, match=rf"port {port} of \S+: vllm_group_port.*already in use"
+    ):
         client.open_stream(CUDA)
     del others
     assert "/init_weight_transfer_engine" not in client.requests
     client.open_stream(CUDA)  # nothing is left of the attempt
 
 
-def test_tensors_are_made_here_finished_before_they_are_sent_and_kept_until_they_are(ends, monkeypatch):
-    """The order that GPUs need: several processes gather in one order on one stream, and side streams wait for it."""
+def test_tensors_are_made_here_finished_before_they_are_sent_and_kept_until_they_are(
+    ends, monkeypatch
+):
+    """The order that GPUs need: several processes gather in one order on one stream, and side
+    streams wait for it.
+    """
     client, worker = ends
     log = []
 
@@ -457,7 +533,11 @@ def test_tensors_are_made_here_finished_before_they_are_sent_and_kept_until_they
 
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     placed = []
-    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: placed.append(threading.current_thread()))
+    monkeypatch.setattr(
+        torch.accelerator,
+        "set_device_index",
+        lambda index: placed.append(threading.current_thread()),
+    )
     default = SimpleNamespace(synchronize=lambda: note("finish"))
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda: default)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: note("keep"))
@@ -470,48 +550,81 @@ def test_tensors_are_made_here_finished_before_they_are_sent_and_kept_until_they
 
     metadata = announced(model, INT8)
     client.load_stream(made(), WeightUpdate("v1", False, metadata))
-    assert [log.count((event, here)) for event, here in (("make", True), ("finish", True), ("keep", False))] == [
-        len(metadata)
-    ] * 3
+    assert [
+        log.count((event, here))
+        for event, here in (("make", True), ("finish", True), ("keep", False))
+    ] == [len(metadata)] * 3
     assert len(log) == 3 * len(metadata)
-    assert len(placed) == 2 and threading.main_thread() not in placed, "each thread has its own current device"
-    order = {event: [i for i, entry in enumerate(log) if entry[0] == event] for event in ("make", "finish", "keep")}
+    assert len(placed) == 2 and threading.main_thread() not in placed, (
+        "each thread has its own current device"
+    )
+    order = {
+        event: [i for i, entry in enumerate(log) if entry[0] == event]
+        for event in ("make", "finish", "keep")
+    }
     assert all(m < f < k for m, f, k in zip(*order.values(), strict=True))
 
 
 def test_files_out_of_sight_are_refused_before_anything_is_touched(ends, tmp_path):
     client, worker = ends
-    with pytest.raises(SyncError, match=f"does not see the files in {tmp_path}; set rollout_checkpoint_dir"):
+    with pytest.raises(
+        SyncError, match=f"does not see the files in {tmp_path}; set rollout_checkpoint_dir"
+    ):
         client.load_checkpoint(tmp_path, WeightUpdate("v1"))
     assert worker.session == [] and not worker.rollout_load_failed
 
 
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 def test_what_a_server_quantizes_is_compared_by_its_checkpoint(scheme, ends, tmp_path):
-    """Not by patterns: these may be spelled in many ways, and two lists of one length may mean different layers."""
+    """Not by patterns: these may be spelled in many ways, and two lists of one length may mean
+    different layers.
+    """
     client, worker = ends
     model, head, name = tiny_model(**WHOLE_BLOCKS), "lm_head", scheme.name
-    write_checkpoint(model, None, name, tmp_path / "start", ignore=[head, "re:.*layers.1.*down_proj"])
+    write_checkpoint(
+        model, None, name, tmp_path / "start", ignore=[head, "re:.*layers.1.*down_proj"]
+    )
     config = json.loads((tmp_path / "start" / "config.json").read_text())["quantization_config"]
     start = SimpleNamespace(model=str(tmp_path / "start"))
-    worker.vllm_config = SimpleNamespace(model_config=start, quant_config=CompressedTensorsConfig.from_config(config))
+    worker.vllm_config = SimpleNamespace(
+        model_config=start, quant_config=CompressedTensorsConfig.from_config(config)
+    )
 
     def other(model, *ignore, formats=name):
         client.plan = make_plan(model, formats, ignore)
-        client.shapes = {name: shape for name, _, shape in stream_metadata(WeightStream(model, client.plan))}
+        client.shapes = {
+            name: shape for name, _, shape in stream_metadata(WeightStream(model, client.plan))
+        }
         return client._difference()
 
-    assert other(model, head, "model.layers.1.mlp.down_proj") == other(model, "re:(lm_head|.*1.mlp.down_proj)") == ""
+    assert (
+        other(model, head, "model.layers.1.mlp.down_proj")
+        == other(model, "re:(lm_head|.*1.mlp.down_proj)")
+        == ""
+    )
     found = other(model, head, "re:.*layers.0.*down_proj")
-    assert f"first model.layers.0.mlp.down_proj.weight_scale (none here and {name}, shape [" in found
+    assert (
+        f"first model.layers.0.mlp.down_proj.weight_scale (none here and {name}, shape [" in found
+    )
     found = other(model, head, "re:.*(layers.1.*down_proj|layers.0.*o_proj)")
-    assert f"first model.layers.0.self_attn.o_proj.weight_scale (none here and {name}, shape [" in found
+    assert (
+        f"first model.layers.0.self_attn.o_proj.weight_scale (none here and {name}, shape ["
+        in found
+    )
     found = other(model, head)
-    assert f"first model.layers.1.mlp.down_proj.weight_scale ({name}, shape [" in found and "and none there" in found
+    assert (
+        f"first model.layers.1.mlp.down_proj.weight_scale ({name}, shape [" in found
+        and "and none there" in found
+    )
     other_name = "fp8" if name == "int8" else "int8"
-    found = other(model, head, formats={"re:.*layers.1.*down_proj": "none", "re:.*o_proj": other_name, "*": name})
+    found = other(
+        model,
+        head,
+        formats={"re:.*layers.1.*down_proj": "none", "re:.*o_proj": other_name, "*": name},
+    )
     first = (
-        f"first model.layers.0.self_attn.o_proj.weight_scale ({other_name}, shape [128, 1] here and {name}, shape ["
+        f"first model.layers.0.self_attn.o_proj.weight_scale ({other_name}, shape [128, 1] here "
+        f"and {name}, shape ["
     )
     assert first in found and "layers.1" not in found
     deeper, ignored = tiny_model(num_hidden_layers=3, **WHOLE_BLOCKS), "re:.*layers.1.*down_proj"
@@ -521,7 +634,9 @@ def test_what_a_server_quantizes_is_compared_by_its_checkpoint(scheme, ends, tmp
 
 
 def sync_to(client, policy, interval, dtype=None):
-    """A sync of a policy to the client's server, with nothing to probe, and no version to ask for."""
+    """A sync of a policy to the client's server, with nothing to
+    probe, and no version to ask for.
+    """
     settings = rollout_settings(INT8, is_served=True, sync_check_interval=interval)
     route = StreamRoute(policy, stream_of(policy, INT8), is_served=True)
     sync = WeightSync(route, settings, DistributedBackend(Accelerator()), lambda: 0)
@@ -560,7 +675,8 @@ def test_a_worker_says_how_its_model_is_quantized(ends, tmp_path):
         )
         return client.describe()
 
-    quantized = torch.nn.ParameterDict({"weight_scale": torch.zeros(1)})  # in 32 bits, as vLLM's kernels need it
+    # in 32 bits, as vLLM's kernels need it
+    quantized = torch.nn.ParameterDict({"weight_scale": torch.zeros(1)})
     quantized.scheme = object()
     norm = torch.nn.ParameterDict({"weight": torch.zeros(2, dtype=torch.bfloat16)})
     worker.model = torch.nn.ModuleDict({"linear": quantized, "norm": norm})
@@ -569,10 +685,13 @@ def test_a_worker_says_how_its_model_is_quantized(ends, tmp_path):
     assert describe(None).dtype is None, "what one parameter holds in 32 bits would be sent in 16"
     other = SimpleNamespace(get_name=lambda: "awq")
     assert describe(other).max_lora_rank == 16 and "vLLM's awq there" in client._difference()
-    assert len({scheme.served_as for scheme in SCHEMES.values()}) == len(SCHEMES), "two formats that a server mixes up"
+    assert len({scheme.served_as for scheme in SCHEMES.values()}) == len(SCHEMES), (
+        "two formats that a server mixes up"
+    )
 
 
-# Which way -----------------------------------------------------------------------------------------------------------
+# Which way
+# --------------------------------------------------------------------------------------------------
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -585,7 +704,14 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
         ("auto", CUDA, "a reason", False, "checkpoint", "a reason"),
         ("auto", CPU, None, False, "checkpoint", "the trainer's is 'cpu'"),
         ("checkpoint", CUDA, None, False, "checkpoint", "weight_sync='checkpoint' requests it"),
-        ("llmcompressor", CUDA, None, False, "llmcompressor", "weight_sync='llmcompressor' requests it"),
+        (
+            "llmcompressor",
+            CUDA,
+            None,
+            False,
+            "llmcompressor",
+            "weight_sync='llmcompressor' requests it",
+        ),
         ("stream", CUDA, None, False, "stream", "weight_sync='stream' requests it"),
         ("stream", CUDA, None, True, "stream", "weight_sync='stream' requests it"),
     ],
@@ -597,7 +723,9 @@ def test_how_weights_travel(requested, device, obstacle, is_sharded, name, reaso
 
 @pytest.mark.parametrize(("device", "obstacle"), [(CPU, None), (CUDA, "a reason")])
 def test_a_stream_that_cannot_be_is_refused(device, obstacle):
-    with pytest.raises(ValueError, match=r"weight_sync='stream' is not possible: .* set weight_sync='checkpoint'"):
+    with pytest.raises(
+        ValueError, match=r"weight_sync='stream' is not possible: .* set weight_sync='checkpoint'"
+    ):
         choose_route("stream", device, obstacle, is_sharded=False)
 
 
@@ -605,7 +733,11 @@ def test_a_stream_that_cannot_be_is_refused(device, obstacle):
 def test_a_colocated_engine_clears_what_old_weights_cached(cleared):
     llm = MagicMock()
     llm.reset_prefix_cache.return_value = cleared  # False while requests run
-    with nullcontext() if cleared else pytest.raises(SyncError, match="did not clear the prefix cache"):
+    with (
+        nullcontext()
+        if cleared
+        else pytest.raises(SyncError, match="did not clear the prefix cache")
+    ):
         ColocatedEngine(llm).load_stream([], WeightUpdate("weights-1"))
     llm.reset_prefix_cache.assert_called_once_with()
 
@@ -617,7 +749,9 @@ def test_stream_to_a_server(dtype, adapter, head, ends):
     client, worker = ends
     policy = tiny_model(tie_word_embeddings=head == "tied")
     if adapter == "LoRA":
-        policy = get_peft_model(policy, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+        policy = get_peft_model(
+            policy, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+        )
     else:
         scale_model_(policy, 1.5)
     sync = sync_to(client, policy, 1, str(dtype).removeprefix("torch."))

@@ -1,11 +1,15 @@
-"""Several trainers in one process: each is freed when it is deleted, and another trainer of TRL is one of them."""
+"""Several trainers in one process: each is freed when it is deleted, and another trainer of TRL is
+one of them.
+"""
 
 import pytest
 from documents import extension_examples
 
 EXAMPLES = extension_examples()
 PACKAGE = {f"{name}.py": EXAMPLES[name] for name in ("objective", "config", "trainer", "transform")}
-"""What docs/architecture.md shows for another objective, another trainer of TRL, and a transform of weights."""
+"""What docs/architecture.md shows for another objective, another trainer of TRL, and a transform of
+weights.
+"""
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.xdist_group("several trainers")]
 
@@ -36,8 +40,12 @@ def test_trainers_and_engines_are_gone_and_memory_does_not_grow(trainers):
 
 
 def test_a_rollout_that_fails_leaves_nothing_for_the_next_one(trainers):
-    """With dynamic sampling the next one would be made of its completions, which no reward function sees again."""
-    assert trainers["dynamic sampling"]["scored"] >= 16, "the completions of the rollout that failed were used"
+    """With dynamic sampling the next one would be made of its completions, which no reward function
+    sees again.
+    """
+    assert trainers["dynamic sampling"]["scored"] >= 16, (
+        "the completions of the rollout that failed were used"
+    )
 
 
 def test_another_objective_trains_and_is_described_in_the_model_card(trainers):
@@ -49,12 +57,20 @@ def test_another_objective_trains_and_is_described_in_the_model_card(trainers):
 
 
 def test_another_trainer_takes_quantized_rollouts_in_thirty_lines(trainers):
-    lines = [line for line in PACKAGE["trainer.py"].splitlines() if line and not line.startswith(("import", "from"))]
+    lines = [
+        line
+        for line in PACKAGE["trainer.py"].splitlines()
+        if line and not line.startswith(("import", "from"))
+    ]
     assert len(lines) <= 30
     record = trainers["GMPO"]
     assert record["format"] == "int-quantized"
     [rollout] = [row for row in record["history"] if "reward" in row]
-    assert 0 < rollout["mismatch/kl_k3"] < 2e-4 and rollout["time/sync_s"] > 0 and rollout["sync/sent_mb"] > 0
+    assert (
+        0 < rollout["mismatch/kl_k3"] < 2e-4
+        and rollout["time/sync_s"] > 0
+        and rollout["sync/sent_mb"] > 0
+    )
     assert all(row["time/update_s"] > 0 for row in record["history"] if "loss" in row)
     assert {"model.safetensors", "README.md"} <= set(record["saved"])
     assert "rollout_state_0.pt" in record["checkpoint"]
@@ -62,5 +78,9 @@ def test_another_trainer_takes_quantized_rollouts_in_thirty_lines(trainers):
 
 
 def test_a_transform_of_weights_reaches_the_engine_and_the_checkpoint(trainers):
-    """The rollouts came from the limited weights: each sync compared digests of what was sent and received."""
-    assert 5 < trainers["GRPO"]["widest"] < 10, "an outlier of 1.0 is 20 times as wide as the other rows"
+    """The rollouts came from the limited weights: each sync compared digests of what was sent and
+    received.
+    """
+    assert 5 < trainers["GRPO"]["widest"] < 10, (
+        "an outlier of 1.0 is 20 times as wide as the other rows"
+    )

@@ -1,9 +1,10 @@
-"""Everything private that trl_qurl relies on in TRL, vLLM, transformers, accelerate, torch and llm-compressor.
+"""Everything private that trl_qurl relies on in TRL, vLLM, transformers, accelerate, torch and
+llm-compressor.
 
-Most of it is data: `DEFINITIONS` with their parameters, `ATTRIBUTES`, `ASSIGNED` attributes and lines of `SOURCE`. Two
-tests compare the file with the package: a private name that is not listed fails, and so does an import that a library
-no longer has. Sources are read, not imported, so this file needs no engine and is the first to run after an upgrade
-(`pytest tests/test_trl_contract.py`).
+Most of it is data: `DEFINITIONS` with their parameters, `ATTRIBUTES`, `ASSIGNED` attributes and
+lines of `SOURCE`. Two tests compare the file with the package: a private name that is not listed
+fails, and so does an import that a library no longer has. Sources are read, not imported, so this
+file needs no engine and is the first to run after an upgrade (`pytest tests/test_trl_contract.py`).
 """
 
 import ast
@@ -192,11 +193,31 @@ ATTRIBUTES = [
     ("argparse", "_ActionsContainer", "_option_string_actions", "cli/__init__.py"),
     ("torch.nn.modules.module", "Module", "_buffers", "quantization/checkpoint_form.py"),
     ("torch.nn.modules.module", "Module", "_parameters", "rollout/checks/reload.py"),
-    ("torch.nn.modules.module", "Module", "_non_persistent_buffers_set", "quantization/checkpoint_form.py"),
+    (
+        "torch.nn.modules.module",
+        "Module",
+        "_non_persistent_buffers_set",
+        "quantization/checkpoint_form.py",
+    ),
     ("transformers.modeling_utils", "PreTrainedModel", "_is_stateful", "quantization/layers.py"),
-    ("transformers.configuration_utils", "PreTrainedConfig", "_name_or_path", "quantization/checkpoint.py"),
-    ("vllm.distributed.weight_transfer.nccl_engine", "NCCLWeightTransferEngine", "model_update_group", "worker.py"),
-    ("vllm.model_executor.layers.attention.attention", "set_default_quant_scales", "_k_scale", "engine/cuda.py"),
+    (
+        "transformers.configuration_utils",
+        "PreTrainedConfig",
+        "_name_or_path",
+        "quantization/checkpoint.py",
+    ),
+    (
+        "vllm.distributed.weight_transfer.nccl_engine",
+        "NCCLWeightTransferEngine",
+        "model_update_group",
+        "worker.py",
+    ),
+    (
+        "vllm.model_executor.layers.attention.attention",
+        "set_default_quant_scales",
+        "_k_scale",
+        "engine/cuda.py",
+    ),
     ("vllm.lora.worker_manager", "WorkerLoRAManager", "_adapter_manager", "engine/worker.py"),
 ]
 
@@ -210,11 +231,15 @@ ASSIGNED = [
     (RLOO, "RLOOTrainer.__init__", "_is_vlm", "trainers/rollouts.py"),
     (
         *(GENERATION, "VLLMGeneration"),
-        "model accelerator processing_class mode enable_sleep_mode llm vllm_client _llm_weights_sleeping _dist",
+        "model accelerator processing_class mode enable_sleep_mode llm vllm_client "
+        "_llm_weights_sleeping _dist",
         "rollout/backend.py",
     ),
     (
-        *(f"{COMPRESSED_TENSORS}.schemes.compressed_tensors_w8a8_int8", "CompressedTensorsW8A8Int8.create_weights"),
+        *(
+            f"{COMPRESSED_TENSORS}.schemes.compressed_tensors_w8a8_int8",
+            "CompressedTensorsW8A8Int8.create_weights",
+        ),
         "kernel",
         "rollout/engine/cpu.py exchanges it",
     ),
@@ -378,7 +403,8 @@ vllm.entrypoints.serve.dev.cache.api_router *: ServedEngine drops the features o
 vllm.entrypoints.serve.dev.server_info.api_router *: ServedEngine finds out why a server cannot load weights
     @router.get('/server_info')
 """
-"""Modules with a definition (`*`: the whole module) and who relies on it, and below each, fragments of its source.
+"""Modules with a definition (`*`: the whole module) and who relies on it, and below each, fragments
+of its source.
 
 They must first occur in this order, and those with `once:` only once.
 """
@@ -398,13 +424,22 @@ def parse_source(text: str) -> list[tuple[str, str | None, list[str], str]]:
 
 SOURCE = parse_source(SOURCE_TEXT)
 
-LIBRARIES = ("trl", "vllm", "transformers", "accelerate", "peft", "compressed_tensors", "llmcompressor")
+LIBRARIES = (
+    "trl",
+    "vllm",
+    "transformers",
+    "accelerate",
+    "peft",
+    "compressed_tensors",
+    "llmcompressor",
+)
 NOT_PRIVATE = {"_asdict", "_replace", "_exit"}  # of named tuples and `os`
 NOT_PRIVATE |= {"_version"}  # how often a tensor was written to, documented by torch
 NOT_PRIVATE |= {"_evaluate"}  # of our callback; a trainer has one too
 
 
-# Reading sources -----------------------------------------------------------------------------------------------------
+# Reading sources
+# --------------------------------------------------------------------------------------------------
 
 
 def source_file(module: str) -> Path | None:
@@ -416,7 +451,9 @@ def source_file(module: str) -> Path | None:
     if not spec.submodule_search_locations:
         return Path(spec.origin)  # a module of one file
     path = Path(spec.submodule_search_locations[0], *rest)
-    return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None)
+    return next(
+        (file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None
+    )
 
 
 @functools.cache
@@ -427,12 +464,16 @@ def tree(module: str) -> ast.Module:
 
 
 def definition(module: str, name: str | None) -> ast.AST | None:
-    """The class or function called `name` (dotted inside classes), also inside an `if` of the module."""
+    """The class or function called `name` (dotted inside classes), also inside an `if` of the
+    module.
+    """
     node: ast.AST | None = tree(module)
     for part in name.split(".") if name else []:
         kinds = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
         nodes = ast.walk(node) if node is tree(module) else node.body
-        node = next((child for child in nodes if isinstance(child, kinds) and child.name == part), None)
+        node = next(
+            (child for child in nodes if isinstance(child, kinds) and child.name == part), None
+        )
         if node is None:
             return None
     return node
@@ -451,36 +492,56 @@ def text_of(module: str, name: str | None) -> str:
 
 
 def calls(node: ast.AST, function: str) -> list[ast.Call]:
-    return [call for call in ast.walk(node) if isinstance(call, ast.Call) and ast.unparse(call.func) == function]
+    return [
+        call
+        for call in ast.walk(node)
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == function
+    ]
 
 
 def row_ids(rows: list[tuple]) -> list[str]:
-    return [f"{module.rpartition('.')[2]}.{name or ''}-{what}"[:90] for module, name, what, _ in rows]
+    return [
+        f"{module.rpartition('.')[2]}.{name or ''}-{what}"[:90] for module, name, what, _ in rows
+    ]
 
 
-# The tables ----------------------------------------------------------------------------------------------------------
+# The tables
+# --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("module", "name", "parameters", "user"), DEFINITIONS, ids=row_ids(DEFINITIONS))
+@pytest.mark.parametrize(
+    ("module", "name", "parameters", "user"), DEFINITIONS, ids=row_ids(DEFINITIONS)
+)
 def test_definition_takes_these_parameters(module, name, parameters, user):
     node = definition(module, name)
     assert node is not None, f"{module}.{name} is gone: {user}"
     if parameters:
         arguments = node.args
-        taken = {argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
+        taken = {
+            argument.arg
+            for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
+        }
         missing = set(parameters.split()) - taken
         assert not missing, f"{module}.{name} no longer takes {sorted(missing)}: {user}"
 
 
 @pytest.mark.parametrize(("module", "owner", "attribute", "user"), ATTRIBUTES)
 def test_private_attribute_exists(module, owner, attribute, user):
-    assert re.search(rf"\b{attribute}\b", text_of(module, owner)), f"{owner} no longer has {attribute}: {user}"
+    assert re.search(rf"\b{attribute}\b", text_of(module, owner)), (
+        f"{owner} no longer has {attribute}: {user}"
+    )
 
 
 @pytest.mark.parametrize(("module", "name", "attributes", "user"), ASSIGNED, ids=row_ids(ASSIGNED))
 def test_attributes_are_assigned(module, name, attributes, user):
-    targets = (target for node in ast.walk(body_of(module, name)) for target in getattr(node, "targets", ()))
-    missing = set(attributes.split()) - {target.attr for target in targets if isinstance(target, ast.Attribute)}
+    targets = (
+        target
+        for node in ast.walk(body_of(module, name))
+        for target in getattr(node, "targets", ())
+    )
+    missing = set(attributes.split()) - {
+        target.attr for target in targets if isinstance(target, ast.Attribute)
+    }
     assert not missing, f"{name} no longer sets {sorted(missing)}: {user}"
 
 
@@ -495,10 +556,13 @@ def test_source_has_these_lines_in_order(module, name, fragments, user):
         else:
             count = len(re.findall(re.escape(expected) + r"\b" * expected[-1].isalnum(), text))
             assert count == 1, f"{name} has `{expected}` {count} times: {user}"
-    assert places == sorted(places), f"{name or module} has these in another order: {fragments}: {user}"
+    assert places == sorted(places), (
+        f"{name or module} has these in another order: {fragments}: {user}"
+    )
 
 
-# Compared with the package -------------------------------------------------------------------------------------------
+# Compared with the package
+# -------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -509,26 +573,41 @@ def code() -> list[ast.AST]:
 
 
 def test_every_private_name_is_listed_here():
-    """A name is private to a library if it is not ours, or if the classes that we extend have it too."""
+    """A name is private to a library if it is not ours, or if the classes that we extend have it
+    too.
+    """
     methods = {node.name for node in code() if isinstance(node, ast.FunctionDef)}
     attributes = [node for node in code() if isinstance(node, ast.Attribute)]
     fields = {ast.unparse(node.target) for node in code() if isinstance(node, ast.AnnAssign)}
-    fields |= {ast.unparse(target) for node in code() if isinstance(node, ast.Assign) for target in node.targets}
+    fields |= {
+        ast.unparse(target)
+        for node in code()
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+    }
     ours = methods | fields | {node.attr for node in attributes if isinstance(node.ctx, ast.Store)}
     modules = (GRPO, RLOO, GENERATION, CLIENT, "trl.trainer.base_trainer", TRAINER)
     extended = "".join(text_of(module, None) for module in modules)
     theirs = set(re.findall(r"(?:\bdef |\bself\.)(_\w+)", extended))
-    used = {name for name in {node.attr for node in attributes} | methods if re.match(r"_[^_]", name)}
+    used = {
+        name for name in {node.attr for node in attributes} | methods if re.match(r"_[^_]", name)
+    }
     listed = set(re.findall(r"\w+", Path(__file__).read_text()))
     missing = {name for name in used - NOT_PRIVATE if name not in ours or name in theirs} - listed
     assert not missing, f"{sorted(missing)} are private to a library and not in this file."
 
 
 def imported_names() -> set[tuple[str, str]]:
-    """(module, name) of every import from inside a library; `tools/cuda_contract.py` compares them in two builds."""
+    """(module, name) of every import from inside a library; `tools/cuda_contract.py` compares them
+    in two builds.
+    """
     imports = [node for node in code() if isinstance(node, ast.ImportFrom) and node.level == 0]
     names = {(node.module, alias.name) for node in imports for alias in node.names}
-    return {(module, name) for module, name in names if "." in module and module.split(".")[0] in LIBRARIES}
+    return {
+        (module, name)
+        for module, name in names
+        if "." in module and module.split(".")[0] in LIBRARIES
+    }
 
 
 def test_every_import_from_inside_a_library_exists():
@@ -540,7 +619,8 @@ def test_every_import_from_inside_a_library_exists():
             continue  # llm-compressor is optional
         path = source_file(module)
         files = [] if path is None else [path]
-        if path is not None and path.name == "__init__.py":  # a package passes on what its modules define
+        # a package passes on what its modules define
+        if path is not None and path.name == "__init__.py":
             files = [*path.parent.rglob("*.py")]
         is_module = source_file(f"{module}.{name}") is not None
         if not is_module and not any(re.search(rf"\b{name}\b", file.read_text()) for file in files):
@@ -549,7 +629,11 @@ def test_every_import_from_inside_a_library_exists():
 
 
 def test_vllms_variables_exist():
-    texts = {node.value for node in code() if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    texts = {
+        node.value
+        for node in code()
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
     ours = {text for text in texts if re.fullmatch(r"VLLM_[A-Z0-9_]+", text)}
     assert len(ours) > 5
     missing = ours - set(re.findall(r"\bVLLM_\w+", source_file("vllm.envs").read_text()))
@@ -558,10 +642,12 @@ def test_vllms_variables_exist():
 
 def test_installed_trl_is_within_the_bounds_of_setup_cfg():
     required = map(Requirement, importlib.metadata.requires("trl-qurl"))
-    [trl] = [one for one in required if one.name == "trl" and one.marker is None]  # extras add to it
+    # extras add to it
+    [trl] = [one for one in required if one.name == "trl" and one.marker is None]
     installed = importlib.metadata.version("trl")
     assert trl.specifier.contains(installed, prereleases=True), (
-        f"TRL is {installed}, and setup.cfg says {trl}: read its changes to what this file lists, then edit setup.cfg."
+        f"TRL is {installed}, and setup.cfg says {trl}: read its changes to what this file lists, "
+        "then edit setup.cfg."
     )
 
 
@@ -576,20 +662,29 @@ def test_trainers_of_the_table_have_what_the_engine_needs(module):
         "def _prepare_inputs(self, generation_batch",
         "def compute_loss(self, model, inputs",
     ):
-        assert part in body, f"{trainer} has no `{part}`, which QuantizedEngineMixin extends: docs/architecture.md."
+        assert part in body, (
+            f"{trainer} has no `{part}`, which QuantizedEngineMixin extends: docs/architecture.md."
+        )
     is_inside = "from ...generation.vllm_generation import VLLMGeneration" in body
-    assert is_inside == (trainer in ("SDPOTrainer", "SDFTTrainer")), "docs/architecture.md names the module"
+    assert is_inside == (trainer in ("SDPOTrainer", "SDFTTrainer")), (
+        "docs/architecture.md names the module"
+    )
 
 
 def test_engine_arguments_are_those_the_config_reserves():
     [call] = calls(body_of(GENERATION, "VLLMGeneration._init_vllm"), "LLM")
     keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
-    assert not call.args and None not in keywords, "TRL builds vllm.LLM with more than keywords: see build_engine."
+    assert not call.args and None not in keywords, (
+        "TRL builds vllm.LLM with more than keywords: see build_engine."
+    )
     ours = {"quantization_config", "worker_extension_cls", "enable_lora", "max_lora_rank"}
-    assert keywords.keys() == TAKEN_ENGINE_ARGUMENTS.keys() - ours | {"seed"}, "see config.TAKEN_ENGINE_ARGUMENTS"
+    assert keywords.keys() == TAKEN_ENGINE_ARGUMENTS.keys() - ours | {"seed"}, (
+        "see config.TAKEN_ENGINE_ARGUMENTS"
+    )
     expected = {
         "max_num_batched_tokens": "4096",  # as the docstring of the config says
-        "seed": "accelerator.process_index // self.tensor_parallel_size",  # as our backend numbers engines
+        # as our backend numbers engines
+        "seed": "accelerator.process_index // self.tensor_parallel_size",
         "logprobs_mode": "'processed_logprobs'",  # the importance ratio needs these
         "model": "model.name_or_path",  # _starts_from_checkpoint asks whether it is empty
     }
@@ -605,72 +700,109 @@ def test_sampling_parameters_that_the_config_names_exist():
 
 def test_the_backends_constructor_starts_the_engine_last():
     last = body_of(GENERATION, "VLLMGeneration.__init__").body[-1]
-    assert ast.unparse(last) == "self._init_vllm()", "our override of _init_vllm needs every attribute"
+    assert ast.unparse(last) == "self._init_vllm()", (
+        "our override of _init_vllm needs every attribute"
+    )
 
 
 def test_clipped_loss_types_are_clamped_by_trl():
     [branch] = [
         node.test
         for node in ast.walk(body_of(GRPO, "GRPOTrainer._compute_loss"))
-        if isinstance(node, ast.If) and any("coef_2 = torch.clamp" in ast.unparse(line) for line in node.body)
+        if isinstance(node, ast.If)
+        and any("coef_2 = torch.clamp" in ast.unparse(line) for line in node.body)
     ]
     clipped = set(ast.literal_eval(branch.comparators[0]))
     assert set(CLIPPED_LOSS_TYPES) <= clipped, f"see config.CLIPPED_LOSS_TYPES; TRL's: {clipped}"
 
 
 @pytest.mark.parametrize(
-    "key", ["old_per_token_logps", "sampling_per_token_logps", "completion_mask", "tool_mask", "advantages"]
+    "key",
+    [
+        "old_per_token_logps",
+        "sampling_per_token_logps",
+        "completion_mask",
+        "tool_mask",
+        "advantages",
+    ],
 )
 def test_scoring_returns(key):
     body = text_of(GRPO, "GRPOTrainer._generate_and_score_completions")
-    assert f"'{key}': {key}" in body or f"output['{key}'] = {key}" in body, "trainers/grpo.py reads it"
+    assert f"'{key}': {key}" in body or f"output['{key}'] = {key}" in body, (
+        "trainers/grpo.py reads it"
+    )
 
 
 @pytest.mark.parametrize("module, name", [(GRPO, "GRPOTrainer"), (RLOO, "RLOOTrainer")])
 def test_reward_functions_get_what_the_constructor_checks_them_for(module, name):
     body = body_of(module, f"{name}._calculate_rewards")
-    [call] = [call for call in calls(body, "reward_func") if {word.arg for word in call.keywords} >= {"prompts"}]
+    [call] = [
+        call
+        for call in calls(body, "reward_func")
+        if {word.arg for word in call.keywords} >= {"prompts"}
+    ]
     named = {word.arg for word in call.keywords if word.arg}
     added = set(re.findall(r"reward_kwargs\['(\w+)'\] =", ast.unparse(body)))
-    added -= {"environments", "prompt", "completion"}  # the first is optional, the others are for a warning
-    assert named | added == set(REWARD_KEYWORDS), "TRL passes other arguments: see trainers/arguments.py"
-    assert f"not in {list(NOT_PASSED)}" in ast.unparse(body), "TRL leaves out other columns: see trainers/arguments.py"
+    # the first is optional, the others are for a warning
+    added -= {"environments", "prompt", "completion"}
+    assert named | added == set(REWARD_KEYWORDS), (
+        "TRL passes other arguments: see trainers/arguments.py"
+    )
+    assert f"not in {list(NOT_PASSED)}" in ast.unparse(body), (
+        "TRL leaves out other columns: see trainers/arguments.py"
+    )
 
 
 def test_trl_only_warns_about_a_newer_vllm():
     body = body_of("trl.import_utils", "is_vllm_available")
-    assert calls(body, "warnings.warn") and not any(isinstance(node, ast.Raise) for node in ast.walk(body)), (
-        "TRL refuses a vLLM outside its range: the extra `vllm` in setup.cfg may not go beyond TRL's."
+    assert calls(body, "warnings.warn") and not any(
+        isinstance(node, ast.Raise) for node in ast.walk(body)
+    ), (
+        "TRL refuses a vLLM outside its range: the extra `vllm` in setup.cfg may not go beyond "
+        "TRL's."
     )
 
 
 def test_finalizer_of_an_engine_is_the_one_that_we_replace():
     client = text_of("vllm.v1.engine.core_client", "InprocClient.__init__")
     ours = "self._finalizer = weakref.finalize(self, self.engine_core.shutdown)"
-    assert client.count(ours) == client.count("finalize("), "see rollout/engine/colocated.py"  # none before vLLM 0.31
+    # none before vLLM 0.31
+    assert client.count(ours) == client.count("finalize("), "see rollout/engine/colocated.py"
 
 
 def test_a_reload_goes_layer_by_layer_through_load_weights():
     body = text_of("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.reload_weights")
     if source_file(INPLACE):  # vLLM 0.32 moved the body there
-        assert "reload_weights(self.vllm_config, self.get_model()" in body, "GPUModelRunner reloads in another way."
+        assert "reload_weights(self.vllm_config, self.get_model()" in body, (
+            "GPUModelRunner reloads in another way."
+        )
         body = text_of(INPLACE, "reload_weights")
     for call in (
         "initialize_layerwise_reload(model)",
         "model.load_weights(weights_iterator)",
         "finalize_layerwise_reload",
     ):
-        assert call in body, f"vLLM's reload_weights has no `{call}`: a reload may accept quantized tensors only once"
+        assert call in body, (
+            f"vLLM's reload_weights has no `{call}`: a reload may accept quantized tensors only "
+            "once"
+        )
 
 
 def test_an_api_key_does_not_guard_the_development_endpoints():
     sources = source_file("vllm.entrypoints").parent.rglob("*.py")
-    [guarded] = [match for path in sources for match in re.findall(r"^GUARDED_PREFIX = (.*)", path.read_text(), re.M)]
+    [guarded] = [
+        match
+        for path in sources
+        for match in re.findall(r"^GUARDED_PREFIX = (.*)", path.read_text(), re.M)
+    ]
     for path in ("/collective_rpc", "/server_info", "/reset_prefix_cache", "/reset_encoder_cache"):
-        assert not path.startswith(ast.literal_eval(guarded)), f"vLLM's --api-key guards {path}: KeyGuard may go"
+        assert not path.startswith(ast.literal_eval(guarded)), (
+            f"vLLM's --api-key guards {path}: KeyGuard may go"
+        )
 
 
-# Faults of vLLM that we work around ----------------------------------------------------------------------------------
+# Faults of vLLM that we work around
+# ----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -686,15 +818,22 @@ def plain_reload(run_scenario, tmp_path_factory):
 @needs_avx512
 def test_vllm_still_leaves_a_tied_head_stale(plain_reload):
     assert plain_reload["started"]["head_error"] < 0.02, "the head is wrong before any reload"
-    assert plain_reload["reloaded"]["head_error"] > 0.1, "repack_output_head in rollout/engine/cpu.py can go"
+    assert plain_reload["reloaded"]["head_error"] > 0.1, (
+        "repack_output_head in rollout/engine/cpu.py can go"
+    )
 
 
 @pytest.mark.vllm
 @pytest.mark.xdist_group("plain_reload")
-@pytest.mark.skipif(torch.cpu._is_amx_tile_supported(), reason="with AMX, vLLM uses another INT8 kernel")
+@pytest.mark.skipif(
+    torch.cpu._is_amx_tile_supported(), reason="with AMX, vLLM uses another INT8 kernel"
+)
 def test_vllm_still_frees_int8_scales_under_the_primitive(plain_reload):
-    # Reading freed memory would depend on luck, so this compares addresses: those of the layers' scales are in use all
-    # the time, and any other address belongs to a tensor that only the kernel knew.
+    # Reading freed memory would depend on luck, so this compares addresses: those of the layers'
+    # scales are in use all the time, and any other address belongs to a tensor that only the kernel
+    # knew.
     assert plain_reload["started"]["primitives"] == plain_reload["reloaded"]["primitives"] == 8
     assert plain_reload["started"]["dangling"] == 0
-    assert plain_reload["reloaded"]["dangling"] == 8, "ReloadableCPUInt8Kernel in rollout/engine/cpu.py can go"
+    assert plain_reload["reloaded"]["dangling"] == 8, (
+        "ReloadableCPUInt8Kernel in rollout/engine/cpu.py can go"
+    )

@@ -1,4 +1,6 @@
-"""TRL's own losses and configs on quantized rollouts: real runs, and a GRPOConfig where ours is asked for."""
+"""TRL's own losses and configs on quantized rollouts: real runs, and a GRPOConfig where ours is
+asked for.
+"""
 
 import json
 import warnings
@@ -12,7 +14,12 @@ from trl_qurl import QuRLGRPOTrainer, QuRLPPOTrainer
 
 RUNS = {
     "GSPO": {"objective": "trl", "importance_sampling_level": "sequence"},
-    "CISPO, one update": {"objective": "trl", "loss_type": "cispo", "steps_per_generation": 1, "max_steps": 2},
+    "CISPO, one update": {
+        "objective": "trl",
+        "loss_type": "cispo",
+        "steps_per_generation": 1,
+        "max_steps": 2,
+    },
     "no correction": {
         "objective": "trl",
         "vllm_importance_sampling_correction": False,
@@ -22,7 +29,12 @@ RUNS = {
     },
     "VESPO, no objective named": {
         "loss_type": "vespo",
-        **{"vespo_k_pos": 2.5, "vespo_lambda_pos": 2.5, "vespo_k_neg": 2.5, "vespo_lambda_neg": 1.5},
+        **{
+            "vespo_k_pos": 2.5,
+            "vespo_lambda_pos": 2.5,
+            "vespo_k_neg": 2.5,
+            "vespo_lambda_neg": 1.5,
+        },
         "max_steps": 2,
     },
     "CISPO, no objective named": {"loss_type": "cispo", "steps_per_generation": 1, "max_steps": 2},
@@ -33,7 +45,9 @@ RUNS = {
 @pytest.fixture(scope="module")
 def histories(train, tmp_path_factory):
     directory = tmp_path_factory.mktemp("runs")
-    records = train(*([directory / "out", "--config", json.dumps(settings)] for settings in RUNS.values()))
+    records = train(
+        *([directory / "out", "--config", json.dumps(settings)] for settings in RUNS.values())
+    )
     return {name: record["history"] for name, record in zip(RUNS, records, strict=True)}
 
 
@@ -41,12 +55,16 @@ def histories(train, tmp_path_factory):
 @pytest.mark.parametrize("name", RUNS)
 def test_a_real_run_learns_and_measures_the_mismatch(name, histories):
     steps = [row for row in histories[name] if "grad_norm" in row]
-    assert len(steps) == RUNS[name].get("max_steps", 4) and all(row["grad_norm"] > 0 for row in steps)
+    assert len(steps) == RUNS[name].get("max_steps", 4) and all(
+        row["grad_norm"] > 0 for row in steps
+    )
     measured = [row["mismatch/kl_k3"] for row in histories[name] if "mismatch/kl_k3" in row]
     assert measured and all(0 < kl < 0.1 for kl in measured)
 
 
-@pytest.mark.parametrize(("trainer", "settings"), [(QuRLGRPOTrainer, {}), (QuRLPPOTrainer, {"scale_rewards": "none"})])
+@pytest.mark.parametrize(
+    ("trainer", "settings"), [(QuRLGRPOTrainer, {}), (QuRLPPOTrainer, {"scale_rewards": "none"})]
+)
 def test_a_grpo_config_is_taken_as_it_is(trainer, settings, tmp_path):
     save_tiny(tmp_path / "policy")  # where PPO's critic starts, too
     config = GRPOConfig(
@@ -58,7 +76,10 @@ def test_a_grpo_config_is_taken_as_it_is(trainer, settings, tmp_path):
         report_to=[],
         **settings,
     )
-    with warnings.catch_warnings(), pytest.raises(ValueError, match="train_dataset has 1 prompts, but a rollout"):
+    with (
+        warnings.catch_warnings(),
+        pytest.raises(ValueError, match="train_dataset has 1 prompts, but a rollout"),
+    ):
         warnings.simplefilter("error", UserWarning)
         trainer(
             str(tmp_path / "policy"),

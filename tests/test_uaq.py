@@ -1,4 +1,6 @@
-"""Update-aware quantization keeps every known architecture's function, acts once, and refuses other models."""
+"""Update-aware quantization keeps every known architecture's function, acts once, and refuses other
+models.
+"""
 
 import copy
 import math
@@ -45,19 +47,26 @@ def test_logits_do_not_change(variant, scale):
 def mlp_norm(variant):
     if variant.startswith("cohere"):
         return "input_layernorm"
-    return "pre_feedforward_layernorm" if variant in ("gemma2", "gemma3_text") else "post_attention_layernorm"
+    return (
+        "pre_feedforward_layernorm"
+        if variant in ("gemma2", "gemma3_text")
+        else "post_attention_layernorm"
+    )
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_gains_double_their_layers_halve_and_nothing_else_changes(variant):
-    # Unchanged: biases, o_proj, down_proj, q/k norms, norms after a block, the last norm, embedding and head.
+    # Unchanged: biases, o_proj, down_proj, q/k norms, norms after a block, the last norm, embedding
+    # and head.
     model = dense_model(variant)
     before = parameters(model)
     scale_model_(model, 2.0)
     offset = 1.0 if variant.startswith("gemma") else 0.0
     for name, parameter in model.named_parameters():
         expected = before[name]
-        if re.search(r"layers\.\d\.(self_attn\.(q|k|v|qkv)_proj|mlp\.(gate|up|gate_up)_proj)\.weight", name):
+        if re.search(
+            r"layers\.\d\.(self_attn\.(q|k|v|qkv)_proj|mlp\.(gate|up|gate_up)_proj)\.weight", name
+        ):
             expected = expected / 2
         elif re.search(rf"layers\.\d\.(input_layernorm|{mlp_norm(variant)})\.weight", name):
             expected = 2 * expected + offset  # 2 (offset + w) − offset
@@ -82,7 +91,9 @@ def test_half_precision_warns_unless_scaling_is_exact(variant, scale, dtype, is_
         warnings.simplefilter("always")
         scale_model_(model, scale)
     assert [warning.filename for warning in caught] == ([] if is_exact else [__file__])
-    assert all(re.search(f'{dtype}.*"dtype": "float32"', str(warning.message)) for warning in caught)
+    assert all(
+        re.search(f'{dtype}.*"dtype": "float32"', str(warning.message)) for warning in caught
+    )
     if scale == 2.0 and is_exact:
         assert torch.equal(logits(model), before)
 
@@ -92,7 +103,9 @@ def test_the_same_scale_again_does_nothing_and_another_is_refused():
     scale_model_(model, 1.5)
     scaled = parameters(model)
     assert scale_model_(model, 1.5) is False
-    with pytest.raises(ValueError, match=r"scale 2\.0.*already scaled by 1\.5.*load the unscaled model"):
+    with pytest.raises(
+        ValueError, match=r"scale 2\.0.*already scaled by 1\.5.*load the unscaled model"
+    ):
         scale_model_(model, 2.0)
     assert same(parameters(model), scaled)
 
@@ -117,7 +130,9 @@ def fuse_gate_and_up(layer):
 
 
 def store_as_int8(layer):
-    layer.mlp.gate_proj.weight = nn.Parameter(torch.zeros(40, 32, dtype=torch.int8), requires_grad=False)
+    layer.mlp.gate_proj.weight = nn.Parameter(
+        torch.zeros(40, 32, dtype=torch.int8), requires_grad=False
+    )
 
 
 @pytest.mark.parametrize(
@@ -147,7 +162,9 @@ def test_no_layer_found_is_an_error():
     model = dense_model()
     for layer in model.model.layers:
         del layer.input_layernorm
-    with pytest.raises(ValueError, match="which norm feeds which layer in LlamaForCausalLM, model type 'llama'"):
+    with pytest.raises(
+        ValueError, match="which norm feeds which layer in LlamaForCausalLM, model type 'llama'"
+    ):
         scale_model_(model, 1.5)
 
 
@@ -168,7 +185,9 @@ def trainer(model, folder, callback, max_steps=2):
         output_dir=str(folder), max_steps=max_steps, per_device_train_batch_size=2, save_steps=1, learning_rate=1e-2,
         lr_scheduler_type="constant", use_cpu=True, report_to=[], disable_tqdm=True, seed=0,
     )  # fmt: skip
-    return Trainer(model=model, args=args, train_dataset=dataset, callbacks=[callback] if callback else None)
+    return Trainer(
+        model=model, args=args, train_dataset=dataset, callbacks=[callback] if callback else None
+    )
 
 
 def test_callback_acts_when_the_trainer_is_built(tmp_path):
@@ -182,10 +201,14 @@ def test_callback_acts_when_the_trainer_is_built(tmp_path):
 
 def test_resuming_does_not_scale_again(tmp_path):
     start = dense_model("qwen2")
-    straight = trainer(copy.deepcopy(start), tmp_path / "straight", UpdateAwareQuantizationCallback(1.5))
+    straight = trainer(
+        copy.deepcopy(start), tmp_path / "straight", UpdateAwareQuantizationCallback(1.5)
+    )
     straight.train()
 
-    resumed = trainer(copy.deepcopy(start), tmp_path / "resumed", UpdateAwareQuantizationCallback(1.5))
+    resumed = trainer(
+        copy.deepcopy(start), tmp_path / "resumed", UpdateAwareQuantizationCallback(1.5)
+    )
     resumed.train(resume_from_checkpoint=str(tmp_path / "straight" / "checkpoint-1"))
 
     assert resumed.state.global_step == straight.state.global_step == 2

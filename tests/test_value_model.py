@@ -18,12 +18,16 @@ MASK = torch.tensor([[1, 1, 1, 1], [0, 1, 1, 1]])
 
 def build(source, peft_config=None, **init_kwargs):
     source = source if isinstance(source, torch.nn.Module) else str(source)
-    return build_value_model(source, tiny_tokenizer(), {"device_map": None, **init_kwargs}, peft_config)
+    return build_value_model(
+        source, tiny_tokenizer(), {"device_map": None, **init_kwargs}, peft_config
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [True, False])
-def test_critic_starts_from_a_causal_models_backbone_with_a_zero_head(tmp_path, family, tied, caplog):
+def test_critic_starts_from_a_causal_models_backbone_with_a_zero_head(
+    tmp_path, family, tied, caplog
+):
     policy = tiny_model(family, tie_word_embeddings=tied)
     critic = build(save_tiny(tmp_path, model=policy))
     logits = critic(IDS, attention_mask=MASK).logits
@@ -60,7 +64,9 @@ def test_an_adapter_of_the_critic_trains_with_the_head_only(tmp_path):
     from peft import LoraConfig
 
     # As a user would write it for the policy; its task type would leave the head frozen.
-    critic = build(save_tiny(tmp_path), LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
+    critic = build(
+        save_tiny(tmp_path), LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
+    )
     trained = {name for name, parameter in critic.named_parameters() if parameter.requires_grad}
     assert all("lora_" in name or "modules_to_save" in name for name in trained)
     assert any("score.modules_to_save" in name for name in trained)
@@ -77,7 +83,8 @@ def other_tokenizer():
 def test_another_tokenizer_is_refused(tmp_path):
     path = save_tiny(tmp_path, tokenizer=other_tokenizer())
     with pytest.raises(
-        ValueError, match=r"different tokenizer .*2 tokens differ: 'F' is 40 for the policy and 41 for the"
+        ValueError,
+        match=r"different tokenizer .*2 tokens differ: 'F' is 40 for the policy and 41 for the",
     ):
         build(path)
 
@@ -93,7 +100,9 @@ def test_a_backbone_with_holes_is_refused(tmp_path):
     weights = model.state_dict()
     del weights["model.layers.1.mlp.up_proj.weight"]
     model.save_pretrained(tmp_path, state_dict=weights)
-    with pytest.raises(ValueError, match=r"lacks weights of its backbone \(model.layers.1.mlp.up_proj.weight\)"):
+    with pytest.raises(
+        ValueError, match=r"lacks weights of its backbone \(model.layers.1.mlp.up_proj.weight\)"
+    ):
         build(str(tmp_path))
 
 
@@ -110,17 +119,22 @@ def test_a_model_without_a_value_per_token_is_refused(model, what):
         build(model())
 
 
-# Refusals of the trainer ---------------------------------------------------------------------------------------------
+# Refusals of the trainer
+# ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True)
 def no_engine(monkeypatch):
-    monkeypatch.setattr("trl_qurl.rollout.backend.QuantizedVLLMGeneration._init_vllm", start_no_engine)
+    monkeypatch.setattr(
+        "trl_qurl.rollout.backend.QuantizedVLLMGeneration._init_vllm", start_no_engine
+    )
 
 
 def test_a_config_of_grpo_is_refused(tmp_path):
     config = QuRLGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, steps_per_generation=2)
-    with pytest.raises(TypeError, match=r"QuRLGRPOConfig, which lacks .* pass a trl_qurl.QuRLPPOConfig"):
+    with pytest.raises(
+        TypeError, match=r"QuRLGRPOConfig, which lacks .* pass a trl_qurl.QuRLPPOConfig"
+    ):
         build_trainer(QuRLPPOTrainer, tmp_path, args=config)
 
 
@@ -128,7 +142,9 @@ def test_another_tokenizer_is_refused_before_an_engine_starts(tmp_path):
     policy = str(save_tiny(tmp_path / "policy"))
     critic = str(save_tiny(tmp_path / "critic", tokenizer=other_tokenizer()))
     with pytest.raises(ValueError, match="uses a different tokenizer than the policy"):
-        build_trainer(QuRLPPOTrainer, tmp_path, model=policy, processing_class=None, value_model=critic)
+        build_trainer(
+            QuRLPPOTrainer, tmp_path, model=policy, processing_class=None, value_model=critic
+        )
 
 
 def test_a_policy_from_memory_needs_a_value_model(tmp_path):
@@ -142,19 +158,31 @@ def test_a_critic_that_nothing_trains_is_refused(tmp_path):
 
     frozen = tiny_classifier()
     frozen.requires_grad_(False)
-    with pytest.raises(ValueError, match="The critic .value_model. has no trainable parameter.*requires_grad_"):
+    with pytest.raises(
+        ValueError, match="The critic .value_model. has no trainable parameter.*requires_grad_"
+    ):
         build(frozen)
-    with pytest.raises(ValueError, match="The critic .value_model. has no trainable parameter.*inference_mode=False"):
+    with pytest.raises(
+        ValueError,
+        match="The critic .value_model. has no trainable parameter.*inference_mode=False",
+    ):
         build(save_tiny(tmp_path), LoraConfig(r=4, target_modules=["q_proj"], inference_mode=True))
 
 
 def test_a_critic_without_tokens_that_the_policy_samples_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("trl_qurl.rollout.backend.QuantizedVLLMGeneration._init_vllm", start_no_engine)
+    monkeypatch.setattr(
+        "trl_qurl.rollout.backend.QuantizedVLLMGeneration._init_vllm", start_no_engine
+    )
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens([f"<t{number}>" for number in range(9)])
     smaller = tiny_classifier(vocab_size=len(tokenizer) - 1)
     given = {"processing_class": tokenizer, "value_model": smaller}
-    with pytest.raises(ValueError, match=f"critic's embedding has only {len(tokenizer) - 1} rows.*resize_token_embed"):
+    with pytest.raises(
+        ValueError,
+        match=f"critic's embedding has only {len(tokenizer) - 1} rows.*resize_token_embed",
+    ):
         build_trainer(QuRLPPOTrainer, tmp_path, model=tiny_model(vocab_size=200), **given)
     with pytest.raises(AssertionError):  # the policy cannot sample more, either
-        build_trainer(QuRLPPOTrainer, tmp_path, model=tiny_model(vocab_size=len(tokenizer) - 1), **given)
+        build_trainer(
+            QuRLPPOTrainer, tmp_path, model=tiny_model(vocab_size=len(tokenizer) - 1), **given
+        )

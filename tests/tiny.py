@@ -26,16 +26,23 @@ PROBE = [40, 50, 60, 70, 41, 51, 61, 71]
 """Tokens with log-probabilities that identify the weights of an engine."""
 
 ENGINE = {"enforce_eager": True, "kv_cache_memory_bytes": 2**24}
-"""Arguments of an engine of a tiny model. vLLM fills the memory for keys and values with zeros at each start."""
+"""Arguments of an engine of a tiny model. vLLM fills the memory for keys and values with zeros at
+each start.
+"""
 
 KEPT: list = []
-"""Scenarios keep trainers and engines here. Freeing one takes as long as a run: two collections visit all that
-was ever imported. Nothing is collected when the process ends (`forks.end_of`)."""
+"""Scenarios keep trainers and engines here. Freeing one takes as long as a run: two collections
+visit all that was ever imported. Nothing is collected when the process ends (`forks.end_of`)."""
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 
 MIXTURES = {
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1},
+    "qwen3_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "decoder_sparse_step": 1,
+    },
     "qwen2_moe": {
         "num_experts": 4,
         "num_experts_per_tok": 2,
@@ -45,7 +52,12 @@ MIXTURES = {
     },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     # vLLM ties no heads of these two.
-    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4, "tie_word_embeddings": False},
+    "olmoe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": False,
+    },
     "glm4_moe": {
         "n_routed_experts": 4,
         "n_shared_experts": 1,
@@ -68,17 +80,25 @@ WHOLE_BLOCKS = {"num_attention_heads": 8, "num_key_value_heads": 4}
 """Sizes of a model with layers of 128 x 128 blocks, which every format supports."""
 
 
-def tiny_tokenizer(vocabulary: Sequence[str] = VOCABULARY, **settings: Any) -> PreTrainedTokenizerFast:
-    """One token per character or string of the vocabulary, by default per printable ASCII character."""
+def tiny_tokenizer(
+    vocabulary: Sequence[str] = VOCABULARY, **settings: Any
+) -> PreTrainedTokenizerFast:
+    """One token per character or string of the vocabulary, by default per printable ASCII
+    character.
+    """
     ids = {token: index for index, token in enumerate(vocabulary)}
     characters = Tokenizer(models.BPE(vocab=ids, merges=[], unk_token="<pad>"))
-    return PreTrainedTokenizerFast(tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>", **settings)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>", **settings
+    )
 
 
 def tiny_model(
     family: str = "qwen2", dtype: torch.dtype = torch.float32, seed: int = 0, **overrides
 ) -> PreTrainedModel:
-    """A causal model with grouped-query attention; biases (Qwen2) and norm gains are moved off their neutral start."""
+    """A causal model with grouped-query attention; biases (Qwen2) and norm gains are moved off
+    their neutral start.
+    """
     torch.manual_seed(seed)
     settings = {
         "vocab_size": 100,
@@ -105,7 +125,9 @@ def tiny_model(
     return model.to(dtype)
 
 
-def save_tokenizer(directory: Path, chat_template: str | None = None, tokenizer: Any = None) -> None:
+def save_tokenizer(
+    directory: Path, chat_template: str | None = None, tokenizer: Any = None
+) -> None:
     """Save a tokenizer, by default the tiny one, beside a model."""
     tokenizer = tokenizer or tiny_tokenizer()
     if chat_template:
@@ -114,7 +136,12 @@ def save_tokenizer(directory: Path, chat_template: str | None = None, tokenizer:
 
 
 def save_tiny(
-    directory: Path, chat_template: str | None = None, *, model: Any = None, tokenizer: Any = None, **settings: Any
+    directory: Path,
+    chat_template: str | None = None,
+    *,
+    model: Any = None,
+    tokenizer: Any = None,
+    **settings: Any,
 ) -> Path:
     """Save a model, by default a tiny one with these settings, with its tokenizer."""
     (tiny_model(**settings) if model is None else model).save_pretrained(directory)
@@ -122,7 +149,9 @@ def save_tiny(
     return directory
 
 
-def tiny_classifier(kind: type = AutoModelForTokenClassification, num_labels: int = 1, **overrides) -> PreTrainedModel:
+def tiny_classifier(
+    kind: type = AutoModelForTokenClassification, num_labels: int = 1, **overrides
+) -> PreTrainedModel:
     """A model that classifies tokens, as a critic with one label does."""
     config = tiny_model(**overrides).config
     config.num_labels = num_labels
@@ -134,8 +163,12 @@ def tiny_mixture(family: str, dtype: torch.dtype = torch.float32, **overrides) -
     return tiny_model(family, dtype, **MIXTURES[family] | overrides)
 
 
-def with_outliers(model: PreTrainedModel, layer: int, channels: tuple[int, ...] = (3, 50)) -> PreTrainedModel:
-    """Make two inputs of a block's feed-forward layers large, as in trained models, without changing the function."""
+def with_outliers(
+    model: PreTrainedModel, layer: int, channels: tuple[int, ...] = (3, 50)
+) -> PreTrainedModel:
+    """Make two inputs of a block's feed-forward layers large, as in trained models, without
+    changing the function.
+    """
     block = model.model.layers[layer]
     with torch.no_grad():
         for channel in channels:
@@ -163,8 +196,9 @@ class InternLM3ForCausalLM(LlamaForCausalLM):
     config_class = OwnConfig
 """,
 }
-"""Code that comes with a checkpoint, for an architecture that vLLM has and transformers lacks: the case in which it
-is needed. If transformers has the architecture, TRL loads that class and ignores `auto_map`."""
+"""Code that comes with a checkpoint, for an architecture that vLLM has and transformers lacks: the
+case in which it is needed. If transformers has the architecture, TRL loads that class and ignores
+`auto_map`."""
 
 
 def save_remote_code_model(directory: Path, architecture: str = "InternLM3ForCausalLM") -> str:
@@ -173,7 +207,10 @@ def save_remote_code_model(directory: Path, architecture: str = "InternLM3ForCau
     for name, code in REMOTE_CODE.items():
         (directory / name).write_text(code)
     config = json.loads((directory / "config.json").read_text())
-    classes = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": f"modeling_own.{architecture}"}
+    classes = {
+        "AutoConfig": "configuration_own.OwnConfig",
+        "AutoModelForCausalLM": f"modeling_own.{architecture}",
+    }
     config |= {"model_type": "own", "architectures": [architecture], "auto_map": classes}
     (directory / "config.json").write_text(json.dumps(config))
     return str(directory)

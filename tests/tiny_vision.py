@@ -1,4 +1,6 @@
-"""Tiny random vision-language models of real architectures, their processors, and pictures to ask about."""
+"""Tiny random vision-language models of real architectures, their processors, and pictures to ask
+about.
+"""
 
 import tempfile
 from collections.abc import Callable
@@ -10,7 +12,12 @@ import transformers
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from tiny import VOCABULARY, tiny_tokenizer
-from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 TEXT = {
     "vocab_size": 128,
@@ -40,7 +47,8 @@ SPECIAL = {
     "before": "<start_of_image>",  # Gemma's; older processors read them as regular expressions
     "after": "<end_of_image>",
 }
-FIRST = TEXT["vocab_size"] - len(SPECIAL)  # at the end, as in published models, where a probe does not look
+# at the end, as in published models, where a probe does not look
+FIRST = TEXT["vocab_size"] - len(SPECIAL)
 IDS = {name: FIRST + index for index, name in enumerate(SPECIAL)}
 
 WORDS = list(range(2, len(VOCABULARY)))
@@ -48,14 +56,16 @@ WORDS = list(range(2, len(VOCABULARY)))
 
 TEMPLATE = (
     "{% for message in messages %}{{ message['role'][0] }}: {% if message['content'] is string %}"
-    "{{ message['content'] }}{% else %}{% for part in message['content'] %}{% if part['type'] == 'image' %}"
-    "IMAGE{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}>{% endif %}"
+    "{{ message['content'] }}{% else %}{% for part in message['content'] %}{% if part['type'] == "
+    "'image' %}IMAGE{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}{% endfor %}{% "
+    "if add_generation_prompt %}>{% endif %}"
 )
 
 
 def vision_tokenizer(**named: str) -> PreTrainedTokenizerFast:
-    """One token per printable ASCII character, and those around a picture, named as a processor asks for them."""
+    """One token per printable ASCII character, and those around a picture, named as a processor
+    asks for them.
+    """
     unused = [f"<unused{index}>" for index in range(len(VOCABULARY), FIRST)]
     return tiny_tokenizer(
         [*VOCABULARY, *unused, *SPECIAL.values()],
@@ -65,7 +75,9 @@ def vision_tokenizer(**named: str) -> PreTrainedTokenizerFast:
 
 
 def tiny_vision_model(family: str, seed: int = 0) -> PreTrainedModel:
-    """A model of a family with moved norm gains, loaded from a checkpoint that is named as published ones are."""
+    """A model of a family with moved norm gains, loaded from a checkpoint that is named as
+    published ones are.
+    """
     torch.manual_seed(seed)
     model = AutoModelForImageTextToText.from_config(VISION_FAMILIES[family][0]())
     with torch.no_grad():
@@ -76,13 +88,17 @@ def tiny_vision_model(family: str, seed: int = 0) -> PreTrainedModel:
     with tempfile.TemporaryDirectory() as directory:
         model.save_pretrained(directory)
         file = Path(directory) / "model.safetensors"
-        tensors = {name.replace("vision_tower.", tower): tensor for name, tensor in load_file(file).items()}
+        tensors = {
+            name.replace("vision_tower.", tower): tensor for name, tensor in load_file(file).items()
+        }
         save_file(tensors, file, metadata={"format": "pt"})
         return AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32)
 
 
 def vision_processor(family: str) -> Any:
-    """The processor of a family; Qwen's and SmolVLM's need torchvision, and SmolVLM's also num2words."""
+    """The processor of a family; Qwen's and SmolVLM's need torchvision, and SmolVLM's also
+    num2words.
+    """
     return VISION_FAMILIES[family][1]()
 
 
@@ -110,12 +126,24 @@ def _qwen2_vl() -> Any:
 
 
 def _qwen2_5_vl() -> Any:
-    vision = {"hidden_size": 32, "out_hidden_size": 128, "intermediate_size": 64, "fullatt_block_indexes": [0]}
-    return _qwen("qwen2_5_vl", vision | {"window_size": 56}, {"type": "mrope", "mrope_section": [4, 6, 6]})
+    vision = {
+        "hidden_size": 32,
+        "out_hidden_size": 128,
+        "intermediate_size": 64,
+        "fullatt_block_indexes": [0],
+    }
+    return _qwen(
+        "qwen2_5_vl", vision | {"window_size": 56}, {"type": "mrope", "mrope_section": [4, 6, 6]}
+    )
 
 
 def _qwen3_vl() -> Any:
-    vision = {"hidden_size": 32, "out_hidden_size": 128, "intermediate_size": 64, "deepstack_visual_indexes": [0]}
+    vision = {
+        "hidden_size": 32,
+        "out_hidden_size": 128,
+        "intermediate_size": 64,
+        "deepstack_visual_indexes": [0],
+    }
     rotary = {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [6, 5, 5]}
     return _qwen("qwen3_vl", vision | {"num_position_embeddings": 16}, rotary)
 
@@ -125,10 +153,15 @@ def _qwen_processor(kind: str, videos: str) -> Any:
     return getattr(transformers, kind)(
         image_processor=transformers.Qwen2VLImageProcessor(**patches),
         tokenizer=vision_tokenizer(
-            image_token="image", video_token="video", vision_bos_token="start", vision_eos_token="end"
+            image_token="image",
+            video_token="video",
+            vision_bos_token="start",
+            vision_eos_token="end",
         ),
         video_processor=getattr(transformers, videos)(**patches),
-        chat_template=TEMPLATE.replace("IMAGE", "".join(SPECIAL[part] for part in ("start", "image", "end"))),
+        chat_template=TEMPLATE.replace(
+            "IMAGE", "".join(SPECIAL[part] for part in ("start", "image", "end"))
+        ),
     )
 
 
@@ -169,7 +202,8 @@ def _llava_next() -> Any:
     return AutoConfig.for_model(
         "llava_next",
         text_config={"model_type": "llama", **TEXT},
-        vision_config=SIGLIP | {"model_type": "clip_vision_model", "projection_dim": 32, "num_hidden_layers": 2},
+        vision_config=SIGLIP
+        | {"model_type": "clip_vision_model", "projection_dim": 32, "num_hidden_layers": 2},
         image_token_index=IDS["image"],
         image_grid_pinpoints=GRIDS,
     )
@@ -178,7 +212,9 @@ def _llava_next() -> Any:
 def _llava_next_processor() -> Any:
     return transformers.LlavaNextProcessor(
         image_processor=transformers.LlavaNextImageProcessorPil(
-            size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}, image_grid_pinpoints=GRIDS
+            size={"shortest_edge": 28},
+            crop_size={"height": 28, "width": 28},
+            image_grid_pinpoints=GRIDS,
         ),
         tokenizer=vision_tokenizer(image_token="image"),
         patch_size=14,
@@ -202,9 +238,14 @@ def _smolvlm() -> Any:
 def _smolvlm_processor() -> Any:
     size = {"longest_edge": 28}
     return transformers.SmolVLMProcessor(
-        image_processor=transformers.SmolVLMImageProcessor(size=size, max_image_size=size, do_image_splitting=False),
+        image_processor=transformers.SmolVLMImageProcessor(
+            size=size, max_image_size=size, do_image_splitting=False
+        ),
         tokenizer=vision_tokenizer(
-            image_token="image", fake_image_token="start", global_image_token="global", end_of_utterance_token="end"
+            image_token="image",
+            fake_image_token="start",
+            global_image_token="global",
+            end_of_utterance_token="end",
         ),
         video_processor=transformers.SmolVLMVideoProcessor(size=size, max_image_size=size),
         image_seq_len=1,
@@ -214,7 +255,10 @@ def _smolvlm_processor() -> Any:
 
 VISION_FAMILIES: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "qwen2_vl": (_qwen2_vl, lambda: _qwen_processor("Qwen2VLProcessor", "Qwen2VLVideoProcessor")),
-    "qwen2_5_vl": (_qwen2_5_vl, lambda: _qwen_processor("Qwen2_5_VLProcessor", "Qwen2VLVideoProcessor")),
+    "qwen2_5_vl": (
+        _qwen2_5_vl,
+        lambda: _qwen_processor("Qwen2_5_VLProcessor", "Qwen2VLVideoProcessor"),
+    ),
     "qwen3_vl": (_qwen3_vl, lambda: _qwen_processor("Qwen3VLProcessor", "Qwen3VLVideoProcessor")),
     "gemma3": (_gemma3, _gemma3_processor),
     "llava_next": (_llava_next, _llava_next_processor),

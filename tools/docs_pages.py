@@ -1,8 +1,10 @@
-"""Hooks of mkdocs: pages from elsewhere in the repository, links out of docs/, and the help of the command line.
+"""Hooks of mkdocs: pages from elsewhere in the repository, links out of docs/, and the help of the
+command line.
 
-The Markdown files are written for GitHub, where a link may lead to any file of the repository. On the site a link
-becomes a link to the same page; for other files, a link to the repository's host if `repo_url` is set, otherwise to a
-copy of the file, as text. A folder becomes its path. The files in docs/ need no changes for the site.
+The Markdown files are written for GitHub, where a link may lead to any file of the repository. On
+the site a link becomes a link to the same page; for other files, a link to the repository's host if
+`repo_url` is set, otherwise to a copy of the file, as text. A folder becomes its path. The files in
+docs/ need no changes for the site.
 """
 
 import io
@@ -52,7 +54,10 @@ FENCE = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that live outside docs/, and the files that pages link to."""
-    sources = [*(source for source in ELSEWHERE if source.endswith(".md")), *_paths(ROOT / "docs", "*.md")]
+    sources = [
+        *(source for source in ELSEWHERE if source.endswith(".md")),
+        *_paths(ROOT / "docs", "*.md"),
+    ]
     for linked in sorted({path for source in sources for path in _linked_files(source)}):
         files.append(File.generated(config, f"files/{linked}.txt", abs_src_path=str(ROOT / linked)))
     for source, uri in ELSEWHERE.items():
@@ -83,7 +88,9 @@ def _linked_files(source: str) -> Iterator[str]:
 
 
 def _path(target: str, source: str) -> str | None:
-    """Return the path in the repository of a link's target; `None` for other hosts and links within the page."""
+    """Return the path in the repository of a link's target; `None` for other hosts and links within
+    the page.
+    """
     if not target or re.match(r"[a-z]+:", target):
         return None
     return posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
@@ -98,7 +105,9 @@ def _page(path: str) -> str | None:
 
 
 def notebook_page(cells: list[dict[str, Any]]) -> list[str]:
-    """Return the parts of a notebook as Markdown: its texts, its code, and the outputs that are stored in it."""
+    """Return the parts of a notebook as Markdown: its texts, its code, and the outputs that are
+    stored in it.
+    """
     parts = []
     for cell in cells:
         source = BADGE.sub("", "".join(cell["source"]))
@@ -110,7 +119,10 @@ def notebook_page(cells: list[dict[str, Any]]) -> list[str]:
 def _shown(output: dict[str, Any]) -> str:
     data = output.get("data", {})
     if "image/png" in data:
-        return f'<img alt="Figure of the code above" src="data:image/png;base64,{"".join(data["image/png"]).strip()}">'
+        return (
+            '<img alt="Figure of the code above" '
+            f'src="data:image/png;base64,{"".join(data["image/png"]).strip()}">'
+        )
     return f"```text\n{''.join(output.get('text', data.get('text/plain', []))).rstrip()}\n```"
 
 
@@ -129,10 +141,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 def on_page_content(page_html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Show a default factory as its value (`['lm_head']` for `(lambda: ['lm_head'])()`).
 
-    Also mark where long names in tables may break on a narrow screen, and let a picture open in its own size.
+    Also mark where long names in tables may break on a narrow screen, and let a picture open in its
+    own size.
     """
     page_html = re.sub(r"\(lambda: ([^()]*)\)\(\)", r"\1", page_html)
-    page_html = re.sub(r'<img [^>]*src="(?!data:)([^"]+)"[^>]*>', r'<a href="\1">\g<0></a>', page_html)
+    page_html = re.sub(
+        r'<img [^>]*src="(?!data:)([^"]+)"[^>]*>', r'<a href="\1">\g<0></a>', page_html
+    )
     return CELL.sub(lambda cell: CODE.sub(_breakable, cell[0]), page_html)
 
 
@@ -156,7 +171,9 @@ def _converted(link: re.Match[str], source: str, uri: str, repo_url: str | None)
 
 
 def command_line_help() -> str:
-    """A heading and the help of each subcommand; `grpo`, `ppo` and `rloo` import TRL for theirs, and are left out."""
+    """A heading and the help of each subcommand; `grpo`, `ppo` and `rloo` import TRL for theirs,
+    and are left out.
+    """
     names = [name for name, command in COMMANDS.items() if command.adds_help]
     return "\n\n".join(f"### `trl-qurl {name}`\n\n```text\n{_help(name)}```" for name in names)
 

@@ -1,7 +1,7 @@
 """Hook of mkdocs: a table of every name in the reference, with the first line of its docstring.
 
-The table lists what docs/reference.md shows below it with `::: name` lines; tests/test_site.py compares it with the
-code.
+The table lists what docs/reference.md shows below it with `::: name` lines; tests/test_site.py
+compares it with the code.
 """
 
 import re
@@ -43,7 +43,12 @@ def named(package: griffe.Module, path: str) -> Iterator[tuple[str, griffe.Objec
         yield path, thing
         return
     for name, member in thing.members.items():
-        if not member.is_alias and not member.is_module and not name.startswith("_") and member.has_docstring:
+        if (
+            not member.is_alias
+            and not member.is_module
+            and not name.startswith("_")
+            and member.has_docstring
+        ):
             yield f"{path}.{name}", member
 
 

@@ -2,8 +2,8 @@
 
     python tools/docs_settings.py
 
-A table stands between the comments `<!-- settings: CONFIG ... -->` and `<!-- end of settings -->`. It has one row for
-each field that the docstrings of these configurations describe.
+A table stands between the comments `<!-- settings: CONFIG ... -->` and `<!-- end of settings -->`.
+It has one row for each field that the docstrings of these configurations describe.
 """
 
 import dataclasses
@@ -44,13 +44,18 @@ def table(names: list[str]) -> str:
         fields = {field.name: field for field in dataclasses.fields(config_class)}
         for entry in ENTRY.finditer(inspect.getdoc(config_class) or ""):
             if field := fields.get(entry["name"]):
-                lines.append(f"| `{field.name}` | `{default(field)}` | {meaning(field.name, entry['text'])} |")
+                lines.append(
+                    f"| `{field.name}` | `{default(field)}` | {meaning(field.name, entry['text'])} "
+                    "|"
+                )
     return "".join(f"{line}\n" for line in lines)
 
 
 def default(field: "dataclasses.Field") -> str:
     """Return a field's default as Python code, with the quotes of the documentation."""
-    value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    value = (
+        field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    )
     return repr(value).replace("'", '"')
 
 

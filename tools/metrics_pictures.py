@@ -1,7 +1,7 @@
 """Draw the figure of docs/metrics.md from logs in the repository: python tools/metrics_pictures.py
 
-It shows one healthy run and two sick ones from the study. Their final figures are printed in the form of the page's
-table, and tests/test_documentation.py compares the two.
+It shows one healthy run and two sick ones from the study. Their final figures are printed in the
+form of the page's table, and tests/test_documentation.py compares the two.
 """
 
 from pathlib import Path
@@ -55,7 +55,9 @@ def figures() -> dict[str, list[str]]:
     """By metric, each run's mean over its last 20 rollouts as the page prints it."""
     runs = [read_run(RUNS / f"{shown.file}.jsonl.gz") for shown in SHOWN]
     return {
-        panel.metric: [format(final_value(points_of(run, panel.metric)) or 0.0, panel.printed) for run in runs]
+        panel.metric: [
+            format(final_value(points_of(run, panel.metric)) or 0.0, panel.printed) for run in runs
+        ]
         for panel in PANELS
     }
 
@@ -68,7 +70,13 @@ def draw() -> Figure:
         for shown in SHOWN:
             points = points_of(read_run(RUNS / f"{shown.file}.jsonl.gz"), panel.metric)
             axes.plot(*points, color=shown.color, alpha=0.25, linewidth=0.7)
-            axes.plot(*smooth(points, WINDOW), shown.dashes, color=shown.color, linewidth=1.8, label=shown.label)
+            axes.plot(
+                *smooth(points, WINDOW),
+                shown.dashes,
+                color=shown.color,
+                linewidth=1.8,
+                label=shown.label,
+            )
         axes.set_title(panel.title, fontsize=11, loc="left")
         axes.set_xlabel("rollout", fontsize=10)
         axes.tick_params(labelsize=10)

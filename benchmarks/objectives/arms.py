@@ -1,6 +1,7 @@
 """What is compared: every arm of every experiment, as changes to the demonstration's settings.
 
-`EXPERIMENTS` is all that `study.py` can run; each answers one question, which its `question` states.
+`EXPERIMENTS` is all that `study.py` can run; each answers one question, which its `question`
+states.
 """
 
 from dataclasses import dataclass, field, replace
@@ -11,7 +12,8 @@ from benchmarks.objectives.coarse import UNBIASED
 OBJECTIVES = ("naive", "quantized_ratio", "decoupled", "tis", "acr")
 SEEDS = (0, 1, 2, 3, 4)
 LORA_RATE = 3e-4  # the best of `lora_rate`
-RETIRED = ("icepop", "geometric_mask")  # objectives that were cut; their arms have logs, and are not run again
+# objectives that were cut; their arms have logs, and are not run again
+RETIRED = ("icepop", "geometric_mask")
 AHEAD = 60  # rollouts
 
 
@@ -21,15 +23,18 @@ class Arm:
 
     Attributes:
         name: unique within its experiment.
-        scheme: format of the rollouts, a key of `SCHEMES` or one of `coarse.CODE_BITS`; `None` for BF16.
+        scheme: format of the rollouts, a key of `SCHEMES` or one of `coarse.CODE_BITS`; `None` for
+            BF16.
         changed: fields of the trainer's config.
         rollouts: length of the run.
         activation_bits: of the engine's activations; 8 is its kernel's own.
         seeds: of the runs.
         lora: whether an adapter is trained, of rank 16 on all linear layers but the head.
         algorithm: of the demonstration.
-        is_delayed: whether the weights of one rollout before sample each, as with `rollouts_ahead=1`.
-        seed_offset: is added to the seed: other problems and other noise than the arms it is compared with.
+        is_delayed: whether the weights of one rollout before sample each, as with
+            `rollouts_ahead=1`.
+        seed_offset: is added to the seed: other problems and other noise than the arms it is
+            compared with.
     """
 
     name: str
@@ -51,7 +56,9 @@ class Arm:
 
 @dataclass(frozen=True)
 class Experiment:
-    """Arms that answer one question, alone or compared with another experiment of the same settings."""
+    """Arms that answer one question, alone or compared with another experiment of the same
+    settings.
+    """
 
     name: str
     question: str
@@ -62,7 +69,10 @@ class Experiment:
 def objective_arms(scheme: str, **common: Any) -> list[Arm]:
     """The five objectives, and ACR with UAQ, on one format."""
     arms = [Arm(f"{scheme}_{name}", scheme, {"objective": name}, **common) for name in OBJECTIVES]
-    return [*arms, Arm(f"{scheme}_acr_uaq", scheme, {"objective": "acr", "uaq_scale": 1.5}, **common)]
+    return [
+        *arms,
+        Arm(f"{scheme}_acr_uaq", scheme, {"objective": "acr", "uaq_scale": 1.5}, **common),
+    ]
 
 
 def _main() -> Experiment:
@@ -88,7 +98,9 @@ def _lora_rate() -> Experiment:
 
 
 def _lora() -> Experiment:
-    """One objective for all quantized arms: they differ in how the engine gets the adapter, and on which base."""
+    """One objective for all quantized arms: they differ in how the engine gets the adapter, and on
+    which base.
+    """
     ways: dict[str, dict[str, Any]] = {
         "merged": {"weight_sync": "stream"},
         "adapter": {"weight_sync": "adapter"},
@@ -96,18 +108,27 @@ def _lora() -> Experiment:
     }
     arms = [Arm("bf16_lora", None, {"objective": "naive", "learning_rate": LORA_RATE}, lora=True)]
     arms += [
-        Arm(f"{scheme}_lora_{way}", scheme, {"objective": "acr", "learning_rate": LORA_RATE, **changed}, lora=True)
+        Arm(
+            f"{scheme}_lora_{way}",
+            scheme,
+            {"objective": "acr", "learning_rate": LORA_RATE, **changed},
+            lora=True,
+        )
         for scheme in ("int3", "int8", "w4a16")
         for way, changed in ways.items()
     ]
-    return Experiment("lora", "An adapter merged, beside a quantized base, or beside a rounded one?", tuple(arms))
+    return Experiment(
+        "lora", "An adapter merged, beside a quantized base, or beside a rounded one?", tuple(arms)
+    )
 
 
 def _long() -> Experiment:
     common: dict[str, Any] = {"rollouts": 450, "seeds": (0, 1, 2)}
     arms = [Arm("bf16", None, {"objective": "naive"}, **common)]
     arms += [arm for arm in objective_arms("int3", **common) if arm.name != "int3_quantized_ratio"]
-    return Experiment("long", "Does TIS collapse after 1,500 updates, and does ACR not?", tuple(arms))
+    return Experiment(
+        "long", "Does TIS collapse after 1,500 updates, and does ACR not?", tuple(arms)
+    )
 
 
 def _cap() -> Experiment:
@@ -122,12 +143,19 @@ def _cap() -> Experiment:
         for cap in (1.2, 1.5, 2.0, 3.0, 5.0, 10.0)
         for objective in ("tis", "acr")
     ]
-    arms += [Arm(f"int3a4_{name}", "int3", {"objective": name}, **common) for name in ("naive", "decoupled")]
-    return Experiment("cap", "How much does the cap C matter, where ratios are large?", tuple(arms), beside="main")
+    arms += [
+        Arm(f"int3a4_{name}", "int3", {"objective": name}, **common)
+        for name in ("naive", "decoupled")
+    ]
+    return Experiment(
+        "cap", "How much does the cap C matter, where ratios are large?", tuple(arms), beside="main"
+    )
 
 
 def _updates() -> Experiment:
-    """Sixteen updates of 16 completions with a rollout of 256, which often move the policy out of the clip range."""
+    """Sixteen updates of 16 completions with a rollout of 256, which often move the policy out of
+    the clip range.
+    """
     common: dict[str, Any] = {"activation_bits": 4, "seeds": (0, 1, 2)}
     more = {"per_device_train_batch_size": 16, "steps_per_generation": 16, "learning_rate": 5e-5}
     arms = [
@@ -140,11 +168,15 @@ def _updates() -> Experiment:
         for cap in (1.05, 1.2, 2.0)
         for objective in ("tis", "acr")
     ]
-    return Experiment("updates", "Does ACR gain over TIS where its lifted bounds act most often?", tuple(arms))
+    return Experiment(
+        "updates", "Does ACR gain over TIS where its lifted bounds act most often?", tuple(arms)
+    )
 
 
 def _low_rate() -> Experiment:
-    """At a tenth of the rate that suits the task, with UAQ, and with the rate that UAQ is said to stand for."""
+    """At a tenth of the rate that suits the task, with UAQ, and with the rate that UAQ is said to
+    stand for.
+    """
     common: dict[str, Any] = {"rollouts": 400, "seeds": (0, 1)}
     arms = [
         Arm(f"int8_s{scale:g}", "int8", {"learning_rate": 1e-5, "uaq_scale": scale}, **common)
@@ -165,28 +197,43 @@ def _lowest_rate() -> Experiment:
 
 
 def _rloo() -> Experiment:
-    """Without a correction, and with the truncated one, on the format that does no harm here and on one that does."""
+    """Without a correction, and with the truncated one, on the format that does no harm here and on
+    one that does.
+    """
     arms = [Arm("bf16", None, {"objective": "naive"}, algorithm="rloo")]
     arms += [
         Arm(f"{scheme}_{objective}", scheme, {"objective": objective}, algorithm="rloo")
         for scheme in ("int8", "int3")
         for objective in ("naive", "tis")
     ]
-    return Experiment("rloo", "Does RLOO learn from quantized rollouts, and does a correction help it?", tuple(arms))
+    return Experiment(
+        "rloo",
+        "Does RLOO learn from quantized rollouts, and does a correction help it?",
+        tuple(arms),
+    )
 
 
 def _actors() -> Experiment:
-    """Other ways from the weights to the actor's: smoothed inputs, and rounding that is right on average."""
+    """Other ways from the weights to the actor's: smoothed inputs, and rounding that is right on
+    average.
+    """
     smoothed = {"objective": "tis", "smooth_activations": True}
     seeds = {"int3": SEEDS, "int8": SEEDS[:3]}
-    arms = [Arm(f"{scheme}_tis_smoothed", scheme, smoothed, seeds=seeds[scheme]) for scheme in seeds]
-    arms += [Arm(f"{scheme}_tis", scheme, {"objective": "tis"}, seeds=seeds[scheme[:4]]) for scheme in UNBIASED]
+    arms = [
+        Arm(f"{scheme}_tis_smoothed", scheme, smoothed, seeds=seeds[scheme]) for scheme in seeds
+    ]
+    arms += [
+        Arm(f"{scheme}_tis", scheme, {"objective": "tis"}, seeds=seeds[scheme[:4]])
+        for scheme in UNBIASED
+    ]
     question = "Does smoothing, or rounding without a bias, train better?"
     return Experiment("actors", question, tuple(arms), beside="main")
 
 
 def _ahead() -> Experiment:
-    """With the demonstration's four updates per rollout, and with sixteen, which move the policy far."""
+    """With the demonstration's four updates per rollout, and with sixteen, which move the policy
+    far.
+    """
     changed: dict[str, Any] = {"per_device_train_batch_size": 16, "steps_per_generation": 16}
     seeds = SEEDS[:3]
     arms = [Arm("bf16", None, {"objective": "naive", **changed}, rollouts=AHEAD, seeds=seeds)]
@@ -194,19 +241,37 @@ def _ahead() -> Experiment:
         settings = {"objective": objective, **changed}
         if objective == "geometric_mask":
             settings["importance_cap"] = 1.2  # a mean over five tokens never leaves [1/2, 2]
-        arms.append(Arm(f"bf16_ahead_{objective}", None, settings, rollouts=AHEAD, seeds=seeds, is_delayed=True))
+        arms.append(
+            Arm(
+                f"bf16_ahead_{objective}",
+                None,
+                settings,
+                rollouts=AHEAD,
+                seeds=seeds,
+                is_delayed=True,
+            )
+        )
     arms.append(Arm("bf16_4", None, {"objective": "naive"}, rollouts=AHEAD, seeds=seeds))
     for objective in ("naive", "tis"):
         name = f"bf16_4_ahead_{objective}"
-        arms.append(Arm(name, None, {"objective": objective}, rollouts=AHEAD, seeds=seeds, is_delayed=True))
-    return Experiment("ahead", "Which objective corrects for rollouts that are one rollout old?", tuple(arms))
+        arms.append(
+            Arm(name, None, {"objective": objective}, rollouts=AHEAD, seeds=seeds, is_delayed=True)
+        )
+    return Experiment(
+        "ahead", "Which objective corrects for rollouts that are one rollout old?", tuple(arms)
+    )
 
 
 def _seeds() -> Experiment:
-    """The default and the claims about INT3, since `seed` reaches the engine, beside the noise of seeds alone."""
+    """The default and the claims about INT3, since `seed` reaches the engine, beside the noise of
+    seeds alone.
+    """
     common: dict[str, Any] = {"seeds": tuple(range(10))}
     plain = {"objective": "naive"}
-    arms = [Arm("bf16", None, plain, **common), Arm("bf16_again", None, plain, seed_offset=1000, **common)]
+    arms = [
+        Arm("bf16", None, plain, **common),
+        Arm("bf16_again", None, plain, seed_offset=1000, **common),
+    ]
     arms += [Arm("int8_default", "int8", {"smooth_activations": None}, **common)]
     arms += [
         Arm(f"int3_{objective}", "int3", {"objective": objective}, **common)

@@ -1,11 +1,13 @@
-"""Which differences of the study are credible: Holm's correction, other windows, and intervals by seed.
+"""Which differences of the study are credible: Holm's correction, other windows, and intervals by
+seed.
 
     python -m benchmarks.objectives.contrasts
 
-An interval of 95 % leaves out zero by chance in one of twenty differences, and the study has hundreds. Holm's
-correction says which remain if all of them are tests of one family. A difference may also depend on how many of the
-last rollouts are averaged (`WINDOWS`; the tables use 20). And runs that share a seed are not independent, so a mean
-over formats or caps gets its interval from one value per seed, too.
+An interval of 95 % leaves out zero by chance in one of twenty differences, and the study has
+hundreds. Holm's correction says which remain if all of them are tests of one family. A difference
+may also depend on how many of the last rollouts are averaged (`WINDOWS`; the tables use 20). And
+runs that share a seed are not independent, so a mean over formats or caps gets its interval from
+one value per seed, too.
 """
 
 import argparse
@@ -62,10 +64,16 @@ INT8 = {
 """Arms with INT8 rollouts, and the arm in BF16 that they are compared with."""
 
 POOLED = {
-    "acr − tis, over six caps": [("cap", f"int3a4_acr_c{cap:g}", f"int3a4_tis_c{cap:g}") for cap in CAPS],
+    "acr − tis, over six caps": [
+        ("cap", f"int3a4_acr_c{cap:g}", f"int3a4_tis_c{cap:g}") for cap in CAPS
+    ],
     "tis − naive, over six caps": [("cap", f"int3a4_tis_c{cap:g}", "int3a4_naive") for cap in CAPS],
-    "one rollout ahead − in time, over objectives": [("ahead", f"bf16_ahead_{name}", "bf16") for name in AHEAD],
-    "acr with UAQ 1.5 − acr, over three formats": [("main", f"{name}_acr_uaq", f"{name}_acr") for name in SCHEMES],
+    "one rollout ahead − in time, over objectives": [
+        ("ahead", f"bf16_ahead_{name}", "bf16") for name in AHEAD
+    ],
+    "acr with UAQ 1.5 − acr, over three formats": [
+        ("main", f"{name}_acr_uaq", f"{name}_acr") for name in SCHEMES
+    ],
 }
 
 
@@ -86,7 +94,9 @@ class Difference(NamedTuple):
 
 
 def p_value(values: Sequence[float], others: Sequence[float] = ()) -> float:
-    """Two-sided, of Student's t for a mean of zero; 1 for fewer than two values (Abramowitz and Stegun 26.7.3-4)."""
+    """Two-sided, of Student's t for a mean of zero; 1 for fewer than two values (Abramowitz and
+    Stegun 26.7.3-4).
+    """
     mean, error, freedom = estimate(values, others) if len(values) > 1 else (0.0, 0.0, 0)
     if error == 0.0:
         return 1.0
@@ -109,9 +119,13 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return corrected
 
 
-def difference(name: str, arms: Arms, ours: str, theirs: str, measure: Callable[..., float | None]) -> Difference:
+def difference(
+    name: str, arms: Arms, ours: str, theirs: str, measure: Callable[..., float | None]
+) -> Difference:
     """Of two arms, in every window."""
-    return Difference(name, {window: samples_of(arms, ours, theirs, measure, window) for window in WINDOWS})
+    return Difference(
+        name, {window: samples_of(arms, ours, theirs, measure, window) for window in WINDOWS}
+    )
 
 
 class Study:
@@ -134,7 +148,9 @@ class Study:
 
     def accuracy(self, experiment: str, ours: str, theirs: str, name: str = "") -> Difference:
         """A difference in accuracy of the full-precision policy."""
-        return difference(name or f"{ours} - {theirs}", self.arms(experiment), ours, theirs, MEASURES["accuracy"])
+        return difference(
+            name or f"{ours} - {theirs}", self.arms(experiment), ours, theirs, MEASURES["accuracy"]
+        )
 
     def table(self) -> dict[tuple[str, str], Difference]:
         """The differences of `TABLE`, by row and format."""
@@ -155,14 +171,19 @@ class Study:
                 for measure, function in MEASURES.items():
                     name = f"{experiment}: {ours} - {theirs}, {measure}"
                     found = difference(name, self.arms(experiment), ours, theirs, function)
-                    if len(found.samples[0]) > 1 and (key := (ours, theirs, *found.samples[0])) not in seen:
+                    if (
+                        len(found.samples[0]) > 1
+                        and (key := (ours, theirs, *found.samples[0])) not in seen
+                    ):
                         seen.add(key)
                         yield found
 
     def with_int8(self) -> list[Difference]:
         """INT8 rollouts against BF16 rollouts."""
         return [
-            self.accuracy(experiment, form.format(arm), plain, f"{experiment}: {form.format(arm)} - {plain}")
+            self.accuracy(
+                experiment, form.format(arm), plain, f"{experiment}: {form.format(arm)} - {plain}"
+            )
             for experiment, (plain, form, names) in INT8.items()
             for arm in names
         ]
@@ -171,20 +192,29 @@ class Study:
         """The values of all pairs of `POOLED`, and their mean by seed."""
         parts = [self.accuracy(*pair).samples[0] for pair in POOLED[name]]
         by_seed = zip_longest(*parts)  # each has seeds from 0, some fewer
-        means = [float(np.mean([value for value in values if value is not None])) for values in by_seed]
+        means = [
+            float(np.mean([value for value in values if value is not None])) for values in by_seed
+        ]
         return [value for part in parts for value in part], means
 
 
 def correlation(runs: Mapping[int, Run]) -> float:
-    """Mean correlation of the rewards of two seeds, rollout by rollout, about their means over eleven rollouts."""
+    """Mean correlation of the rewards of two seeds, rollout by rollout, about their means over
+    eleven rollouts.
+    """
     rewards = [points_of(run, "reward").values for run in runs.values()]
-    trends = [np.convolve(np.pad(values, 5, mode="edge"), np.full(11, 1 / 11), mode="valid") for values in rewards]
+    trends = [
+        np.convolve(np.pad(values, 5, mode="edge"), np.full(11, 1 / 11), mode="valid")
+        for values in rewards
+    ]
     found = np.corrcoef(np.array(rewards) - trends)
     return float(found[np.triu_indices(len(found), 1)].mean())
 
 
 def table_of(differences: Sequence[Difference], only_below: float = math.inf) -> str:
-    """One line per difference, the smallest p-value first; Holm's correction is over all of `differences`."""
+    """One line per difference, the smallest p-value first; Holm's correction is over all of
+    `differences`.
+    """
     p_values = [p_value(*found.samples) for found in differences]
     lines = [
         (
@@ -195,21 +225,28 @@ def table_of(differences: Sequence[Difference], only_below: float = math.inf) ->
             f"{corrected:.3f}",
             ", ".join(map(str, found.windows())),
         )
-        for p, corrected, found in sorted(zip(p_values, holm(p_values), differences, strict=True), key=lambda x: x[0])
+        for p, corrected, found in sorted(
+            zip(p_values, holm(p_values), differences, strict=True), key=lambda x: x[0]
+        )
         if p < only_below
     ]
-    return markdown(("difference", "seeds", "mean", "p", "Holm's p", "leaves out zero with windows of"), lines)
+    return markdown(
+        ("difference", "seeds", "mean", "p", "Holm's p", "leaves out zero with windows of"), lines
+    )
 
 
 def main(argv: list[str] | None = None) -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--runs", type=Path, default=RESULTS, help="directory that study.py wrote to")
+    parser.add_argument(
+        "--runs", type=Path, default=RESULTS, help="directory that study.py wrote to"
+    )
     study = Study(parser.parse_args(argv).runs)
     table, everything = list(study.table().values()), list(study.everything())
     print(f"### The table of study.md: {len(table)} differences in accuracy\n\n{table_of(table)}")
     print(
-        f"\n### All {len(everything)} differences; shown are those with p < {LEVEL}\n\n{table_of(everything, LEVEL)}"
+        f"\n### All {len(everything)} differences; shown are those with p < "
+        f"{LEVEL}\n\n{table_of(everything, LEVEL)}"
     )
     seeds = [study.accuracy("seeds", *pair) for pair in CONTRASTS["seeds"]]
     print(f"\n### Ten independent seeds: {len(seeds)} differences in accuracy\n\n{table_of(seeds)}")
@@ -217,7 +254,13 @@ def main(argv: list[str] | None = None) -> None:
     apart = [f"{name} {correlation(study.arms(name)['bf16']):+.3f}" for name in ("main", "seeds")]
     print(f"\n### Correlation of the rewards of two seeds, BF16\n\n{', '.join(apart)}")
     lines = [
-        (name, *(f"{stated_difference(stated(values))} ({len(values)})" for values in study.pooled(name)))
+        (
+            name,
+            *(
+                f"{stated_difference(stated(values))} ({len(values)})"
+                for values in study.pooled(name)
+            ),
+        )
         for name in POOLED
     ]
     print(f"\n### Pooled\n\n{markdown(('difference', 'by pairs', 'by seed'), lines)}")

@@ -1,4 +1,6 @@
-"""One run of the study: train one arm with one seed, and keep what the report and the tables need of its log."""
+"""One run of the study: train one arm with one seed, and keep what the report and the tables need
+of its log.
+"""
 
 import gzip
 import json
@@ -57,7 +59,9 @@ DIGITS = 5
 LORA = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 
 
-def train_arm(arm: Arm, seed: int, policy_dir: Path, provenance: dict[str, Any], place: Path) -> None:
+def train_arm(
+    arm: Arm, seed: int, policy_dir: Path, provenance: dict[str, Any], place: Path
+) -> None:
     """Train, and write the shortened run log to `place`; a file that is there is complete."""
     from peft import LoraConfig
 
@@ -84,7 +88,8 @@ def train_arm(arm: Arm, seed: int, policy_dir: Path, provenance: dict[str, Any],
                 "logging_steps": updates,
                 "mismatch_guard": "off",
                 "smooth_activations": False,
-                # The first sync is checked, but not where the probe cannot compute what the engine does.
+                # The first sync is checked, but not where the probe cannot compute what the engine
+                # does.
                 "sync_check_interval": 10**6 if arm.is_repeatable else 0,
                 **arm.changed,
             },
@@ -97,20 +102,29 @@ def train_arm(arm: Arm, seed: int, policy_dir: Path, provenance: dict[str, Any],
             recorder = RolloutRecorder(held_out, arm.rollouts)
         else:
             merges = arm.changed.get("weight_sync") != "adapter"
-            recorder = BothPolicies(get_scheme(arm.scheme), merges, problem_ids=held_out, rollouts=arm.rollouts)
+            recorder = BothPolicies(
+                get_scheme(arm.scheme), merges, problem_ids=held_out, rollouts=arm.rollouts
+            )
         if arm.is_delayed:
             delay(trainer.vllm_generation)
         trainer.add_callback(recorder)
         trainer.train()
         run = read_run(output_dir)
     settings = {name: run.settings[name] for name in KEPT_SETTINGS if name in run.settings}
-    settings |= {"activation_bits": arm.activation_bits, "is_delayed": arm.is_delayed, "arm": arm.name, **provenance}
+    settings |= {
+        "activation_bits": arm.activation_bits,
+        "is_delayed": arm.is_delayed,
+        "arm": arm.name,
+        **provenance,
+    }
     settings |= {"seed": seed, "seed_offset": arm.seed_offset}
     write_short_log(settings, run.rows, place)
 
 
 def delay(generation: Any) -> None:
-    """Sample each rollout with the weights of the previous one: TRL's sync comes after the generation."""
+    """Sample each rollout with the weights of the previous one: TRL's sync comes after the
+    generation.
+    """
     sync, generate = generation.sync_weights, generation.generate
 
     def generate_first(*args: Any, **kwargs: Any) -> Any:
@@ -123,7 +137,9 @@ def delay(generation: Any) -> None:
 
 
 def write_short_log(settings: dict[str, Any], rows: list[dict[str, Any]], place: Path) -> None:
-    """One row per step with the `KEPT` metrics, to `DIGITS` significant digits, gzipped; written in one step."""
+    """One row per step with the `KEPT` metrics, to `DIGITS` significant digits, gzipped; written in
+    one step.
+    """
     by_step: dict[int, dict[str, Any]] = {}
     for row in rows:
         kept = {name: shortened(row[name]) for name in KEPT if row.get(name) is not None}

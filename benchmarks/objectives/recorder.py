@@ -1,4 +1,6 @@
-"""What a run of the study records: the accuracy of the full-precision policy, and of the quantized one."""
+"""What a run of the study records: the accuracy of the full-precision policy, and of the quantized
+one.
+"""
 
 import copy
 from typing import Any
@@ -17,7 +19,8 @@ class BothPolicies(RolloutRecorder):
 
     Args:
         scheme: Format of the rollouts.
-        merges: Whether an adapter is merged before it is rounded; otherwise it stays beside the rounded base.
+        merges: Whether an adapter is merged before it is rounded; otherwise it stays beside the
+            rounded base.
         **others: As in the parent.
     """
 
@@ -32,7 +35,9 @@ class BothPolicies(RolloutRecorder):
 
     def _quantized(self, model: Any) -> float:
         if self._merges and hasattr(model, "merge_and_unload"):
-            model = copy.deepcopy(model).merge_and_unload()  # merging and unmerging would leave rounding behind
-            vars(model).pop("forward", None)  # TRL's, which still computes with the model that was copied
+            # merging and unmerging would leave rounding behind
+            model = copy.deepcopy(model).merge_and_unload()
+            # TRL's, which still computes with the model that was copied
+            vars(model).pop("forward", None)
         with quantized_forward(model, make_plan(model, self._scheme.name)):
             return measure_policy(model, self.problem_ids).expected

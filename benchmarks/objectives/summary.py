@@ -3,11 +3,12 @@
     python -m benchmarks.objectives.summary
     python -m benchmarks.objectives.summary --runs DIRECTORY --output FILE.json
 
-Every figure is a mean over seeds with half the width of its interval of 95 % (Student's t). Differences are paired:
-the two runs of a seed have the same problems in the same order. Those of BF16 with other seeds are of two samples.
-Accuracy is the exact expected accuracy of the full-precision policy on 512 held-out problems, mean of the last 20
-rollouts. The policy that samples is the quantized one, whose accuracy comes from the trainer's own quantized forward
-pass, or the same one for rollouts in BF16.
+Every figure is a mean over seeds with half the width of its interval of 95 % (Student's t).
+Differences are paired: the two runs of a seed have the same problems in the same order. Those of
+BF16 with other seeds are of two samples. Accuracy is the exact expected accuracy of the
+full-precision policy on 512 held-out problems, mean of the last 20 rollouts. The policy that
+samples is the quantized one, whose accuracy comes from the trainer's own quantized forward pass, or
+the same one for rollouts in BF16.
 """
 
 import argparse
@@ -77,7 +78,11 @@ CONTRASTS: dict[str, list[tuple[str, str]]] = {
             for scheme in ("int8", "int3")
             for kind in ("stochastic", "feedback")
         ),
-        *((f"{scheme}_{kind}_tis", "bf16") for scheme in ("int8", "int3") for kind in ("stochastic", "feedback")),
+        *(
+            (f"{scheme}_{kind}_tis", "bf16")
+            for scheme in ("int8", "int3")
+            for kind in ("stochastic", "feedback")
+        ),
     ],
     "lora_rate": [],
     "ahead": [
@@ -86,7 +91,10 @@ CONTRASTS: dict[str, list[tuple[str, str]]] = {
         *((f"bf16_4_ahead_{name}", "bf16_4") for name in AHEAD[:2]),
     ],
     "seeds": [
-        *((arm, "bf16") for arm in ("bf16_again", "int8_default", "int3_naive", "int3_tis", "int3_acr")),
+        *(
+            (arm, "bf16")
+            for arm in ("bf16_again", "int8_default", "int3_naive", "int3_tis", "int3_acr")
+        ),
         *((f"int3_{name}", "int3_naive") for name in ("quantized_ratio", "tis", "acr")),
         ("int3_acr", "int3_tis"),
     ],
@@ -111,7 +119,9 @@ CONTRASTS: dict[str, list[tuple[str, str]]] = {
 def main(argv: list[str] | None = None) -> None:
     """Print the tables; write the figures as JSON if asked to."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--runs", type=Path, default=RESULTS, help="directory that study.py wrote to")
+    parser.add_argument(
+        "--runs", type=Path, default=RESULTS, help="directory that study.py wrote to"
+    )
     parser.add_argument("--output", type=Path, help="JSON file for the figures")
     args = parser.parse_args(argv)
     record: dict[str, Any] = {}
@@ -131,7 +141,11 @@ def main(argv: list[str] | None = None) -> None:
         print(f"\n### {name}: {experiment.question}\n\n{arm_table(rows)}\n\n{pair_table(pairs)}")
         record[name] = {"question": experiment.question, "arms": rows, "differences": pairs}
     runs = [run for path in sorted(args.runs.glob("*/*.jsonl.gz")) for run in [read_run(path)]]
-    record["runs"] = {**provenance(runs), "count": len(runs), "training_hours": sum(map(seconds, runs)) / 3600}
+    record["runs"] = {
+        **provenance(runs),
+        "count": len(runs),
+        "training_hours": sum(map(seconds, runs)) / 3600,
+    }
     print(f"\n{json.dumps(record['runs'])}")
     if args.output:
         args.output.write_text(json.dumps(record, indent=2) + "\n")
@@ -168,8 +182,11 @@ def summarize(runs: Mapping[int, Run]) -> dict[str, Any]:
     }
 
 
-def stated(values: Iterable[float | None], others: Sequence[float] = ()) -> list[float | None] | None:
-    """Mean, less that of `others`, and half-width, as JSON takes them; `None` where nothing was logged.
+def stated(
+    values: Iterable[float | None], others: Sequence[float] = ()
+) -> list[float | None] | None:
+    """Mean, less that of `others`, and half-width, as JSON takes them; `None` where nothing was
+    logged.
 
     The interval is conservative above ten degrees of freedom; a single seed has none.
     """
@@ -181,7 +198,8 @@ def stated(values: Iterable[float | None], others: Sequence[float] = ()) -> list
 
 
 def estimate(values: Sequence[float], others: Sequence[float] = ()) -> tuple[float, float, int]:
-    """Mean of `values`, less that of `others`; its standard error and degrees of freedom, by Student's t.
+    """Mean of `values`, less that of `others`; its standard error and degrees of freedom, by
+    Student's t.
 
     Two samples are taken to have one spread, as runs that differ in nothing but their seeds do.
     """
@@ -192,10 +210,18 @@ def estimate(values: Sequence[float], others: Sequence[float] = ()) -> tuple[flo
     return statistics.mean(values) - (statistics.mean(others) if others else 0.0), error, freedom
 
 
-def samples_of(arms: Arms, ours: str, theirs: str, measure: Callable[..., Any], *args: Any) -> Samples:
-    """The differences of two arms by seed, and nothing; or the values of both, if they have no seed in common."""
+def samples_of(
+    arms: Arms, ours: str, theirs: str, measure: Callable[..., Any], *args: Any
+) -> Samples:
+    """The differences of two arms by seed, and nothing; or the values of both, if they have no seed
+    in common.
+    """
     mine, yours = (
-        {seed: value for seed, run in arms.get(name, {}).items() if (value := measure(run, *args)) is not None}
+        {
+            seed: value
+            for seed, run in arms.get(name, {}).items()
+            if (value := measure(run, *args)) is not None
+        }
         for name in (ours, theirs)
     )
     if ours in STRANGERS:
@@ -233,7 +259,9 @@ def mean_of_first(run: Run, metric: str) -> float | None:
 def difference(arms: Arms, ours: str, theirs: str) -> dict[str, Any]:
     """Of each of `MEASURES` at the end of the runs."""
     found: dict[str, Any] = {"seeds": len(arms[ours].keys() & arms[theirs].keys())}
-    return found | {name: stated(*samples_of(arms, ours, theirs, measure)) for name, measure in MEASURES.items()}
+    return found | {
+        name: stated(*samples_of(arms, ours, theirs, measure)) for name, measure in MEASURES.items()
+    }
 
 
 def arm_table(rows: Mapping[str, dict[str, Any]]) -> str:
@@ -276,7 +304,9 @@ def pair_table(pairs: Mapping[str, dict[str, Any]]) -> str:
     """One line per difference, in Markdown; bold if the interval excludes zero."""
     lines = []
     for name, pair in pairs.items():
-        lines.append((name, str(pair["seeds"]), *(stated_difference(pair[measure]) for measure in MEASURES)))
+        lines.append(
+            (name, str(pair["seeds"]), *(stated_difference(pair[measure]) for measure in MEASURES))
+        )
     return markdown(("difference", "seeds", "accuracy", "sampling policy's"), lines)
 
 
@@ -289,7 +319,9 @@ def stated_difference(value: Sequence[float | None] | None) -> str:
 
 def markdown(headings: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     """A table."""
-    return "\n".join("| " + " | ".join(line) + " |" for line in [headings, ["---"] * len(headings), *lines])
+    return "\n".join(
+        "| " + " | ".join(line) + " |" for line in [headings, ["---"] * len(headings), *lines]
+    )
 
 
 def plus_minus(value: Sequence[float | None] | None, form: str = ".3f") -> str:

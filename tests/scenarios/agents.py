@@ -78,7 +78,11 @@ def tools(out: Path) -> dict[str, Any]:
         out,
         model=agent_model(),
         reward_funcs=judge,
-        given={"train_dataset": questions(), "processing_class": calling(chat_tokenizer()), "tools": [add, look_up]},
+        given={
+            "train_dataset": questions(),
+            "processing_class": calling(chat_tokenizer()),
+            "tools": [add, look_up],
+        },
         **AGENT,
     )
     return seen(trainer) | {"said": said[0], "evaluated": evaluated(trainer)}
@@ -106,13 +110,19 @@ class Calculator:
         return float(sum(self.sums))
 
 
-def environment(out: Path, factory: Any = Calculator, data: Dataset | None = None) -> dict[str, Any]:
+def environment(
+    out: Path, factory: Any = Calculator, data: Dataset | None = None
+) -> dict[str, Any]:
     """An environment that owns questions, tools and rewards, without reward functions and data."""
     trainer = run(
         out,
         model=agent_model(),
         reward_funcs=None if data is None else letters,
-        given={"train_dataset": data, "processing_class": calling(chat_tokenizer()), "environment_factory": factory},
+        given={
+            "train_dataset": data,
+            "processing_class": calling(chat_tokenizer()),
+            "environment_factory": factory,
+        },
         **AGENT | {"vllm_structured_outputs_regex": CALL.replace("|look_up", "")},
     )
     return seen(trainer)
@@ -126,7 +136,9 @@ def environments(out: Path) -> dict[str, Any]:
 
 
 def rollout_func(out: Path) -> dict[str, Any]:
-    """A rollout function that appends text to the engine's completions, and adds a field for the reward."""
+    """A rollout function that appends text to the engine's completions, and adds a field for the
+    reward.
+    """
 
     def roll_out(prompts: list, trainer: Any) -> dict[str, list]:
         tokenizer = trainer.processing_class
@@ -145,6 +157,8 @@ def rollout_func(out: Path) -> dict[str, Any]:
         }
 
     def judge(completions, noted, **kwargs):
-        return [float(length) + len(set(said)) for said, length in zip(completions, noted, strict=True)]
+        return [
+            float(length) + len(set(said)) for said, length in zip(completions, noted, strict=True)
+        ]
 
     return seen(run(out, reward_funcs=judge, given={"rollout_func": roll_out}))

@@ -1,7 +1,8 @@
-"""Train tiny models of several architectures for two steps each, at TRL's default learning rate; print histories.
+"""Train tiny models of several architectures for two steps each, at TRL's default learning rate;
+print histories.
 
-Arguments: a directory, and the families; `FAMILY@RATE` trains at another learning rate, for four steps on one prompt,
-and `FAMILY@URL` through a server.
+Arguments: a directory, and the families; `FAMILY@RATE` trains at another learning rate, for four
+steps on one prompt, and `FAMILY@URL` through a server.
 """
 
 import sys
@@ -12,8 +13,8 @@ from short_runs import run, texts
 from tiny import ENGINE, MIXTURES, SIXTEEN_BIT_EXPERTS, tiny_mixture, tiny_model, tiny_tokenizer
 from tiny_vision import IDS, VISION_FAMILIES, picture, tiny_vision_model, vision_processor
 
-# A random model would generate image tokens. Tokens with a bias are missing from the engine's probabilities, so only
-# these two have one.
+# A random model would generate image tokens. Tokens with a bias are missing from the engine's
+# probabilities, so only these two have one.
 NO_IMAGES = {"logit_bias": {IDS["image"]: -100.0, IDS["video"]: -100.0}}
 
 
@@ -51,9 +52,15 @@ def train(directory: str, family: str, choice: str) -> dict:
         **settings,
     )
     layers = sorted(trainer.vllm_generation.weights.plan.schemes)
-    return {"history": trainer.state.log_history, "layers": layers, "rate": trainer.args.learning_rate}
+    return {
+        "history": trainer.state.log_history,
+        "layers": layers,
+        "rate": trainer.args.learning_rate,
+    }
 
 
 if __name__ == "__main__":
-    records = {family: train(sys.argv[1], *(family.split("@") + [""])[:2]) for family in sys.argv[2:]}
+    records = {
+        family: train(sys.argv[1], *(family.split("@") + [""])[:2]) for family in sys.argv[2:]
+    }
     print_record(records)

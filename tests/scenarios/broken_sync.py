@@ -1,6 +1,7 @@
 """Syncs with a fault, or engines that report something false: which check notices?
 
-The faults are put between trl-qurl and vLLM, where a bug of either would sit. Prints what the sync raised.
+The faults are put between trl-qurl and vLLM, where a bug of either would sit. Prints what the sync
+raised.
 """
 
 import sys
@@ -26,7 +27,8 @@ Fault = Callable[[Any], AbstractContextManager]
 """Takes the trainer's generation backend, and returns a context in which the fault is there."""
 
 
-# Changes of the tensors ----------------------------------------------------------------------------------------------
+# Changes of the tensors
+# ----------------------------------------------------------------------------------------------
 
 
 def without(part: str) -> Callable[[Any], Any]:
@@ -34,7 +36,9 @@ def without(part: str) -> Callable[[Any], Any]:
 
 
 def doubled(part: str) -> Callable[[Any], Any]:
-    return lambda tensors: ((name, 2 * tensor if part in name else tensor) for name, tensor in tensors)
+    return lambda tensors: (
+        (name, 2 * tensor if part in name else tensor) for name, tensor in tensors
+    )
 
 
 def swap_two_layers(tensors: Any) -> Any:
@@ -46,7 +50,8 @@ def swap_two_layers(tensors: Any) -> Any:
         yield name, tensor
 
 
-# Places for a fault --------------------------------------------------------------------------------------------------
+# Places for a fault
+# --------------------------------------------------------------------------------------------------
 
 
 def on_the_way(change: Callable[[Any], Any]) -> Fault:
@@ -55,7 +60,9 @@ def on_the_way(change: Callable[[Any], Any]) -> Fault:
     def context(generation):
         engine = generation.sync.route.engine
         load = engine.load_stream
-        return patch.object(engine, "load_stream", lambda source, *rest: load(change(source), *rest))
+        return patch.object(
+            engine, "load_stream", lambda source, *rest: load(change(source), *rest)
+        )
 
     return context
 
@@ -114,8 +121,12 @@ def keep_the_prefix_cache(generation):
     return patch.object(generation.llm, "reset_prefix_cache", lambda *args, **kwargs: True)
 
 
-def around_loading(before: Callable[..., Any] | None = None, after: Callable[..., Any] | None = None) -> Fault:
-    """Do something with the adapter's directory or the engine before or after an adapter is loaded."""
+def around_loading(
+    before: Callable[..., Any] | None = None, after: Callable[..., Any] | None = None
+) -> Fault:
+    """Do something with the adapter's directory or the engine
+    before or after an adapter is loaded.
+    """
 
     def context(generation):
         load = generation.sync.route.engine.load_adapter
@@ -132,7 +143,9 @@ def around_loading(before: Callable[..., Any] | None = None, after: Callable[...
     return context
 
 
-def around_adding(before: Callable[..., Any] | None = None, after: Callable[..., Any] | None = None) -> Fault:
+def around_adding(
+    before: Callable[..., Any] | None = None, after: Callable[..., Any] | None = None
+) -> Fault:
     """Do something with vLLM's request for an adapter before or after vLLM reads the files."""
 
     def context(generation):
@@ -184,7 +197,9 @@ ADAPTER_FAULTS: dict[str, Fault] = {
         after=lambda request: change_the_file(Path(request.lora_path))
     ),
     # vLLM without `load_inplace` keeps the adapter that it has under this name.
-    "old adapter kept": around_adding(before=lambda request: setattr(request, "load_inplace", False)),
+    "old adapter kept": around_adding(
+        before=lambda request: setattr(request, "load_inplace", False)
+    ),
     "adapter doubled before sending": before_sending(doubled(".lora_B")),
     "adapter not asked for": around_loading(after=lambda llm: setattr(llm, "adapter", None)),
     "NaN in an adapter": diverged(UP.replace("lora_B", "lora_B.default"), float("nan")),

@@ -1,4 +1,6 @@
-"""The frame of a scenario: the tests' modules on the path, arguments, and a record on the standard output."""
+"""The frame of a scenario: the tests' modules on the path, arguments, and a record on the standard
+output.
+"""
 
 import json
 import os

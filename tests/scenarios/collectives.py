@@ -1,7 +1,8 @@
-"""The rollout side of a trainer in several processes, with its server failing at each request in turn.
+"""The rollout side of a trainer in several processes, with its server failing at each request in
+turn.
 
-Trainer, backend, sync and client are real. Only the server is not: it answers from memory. Prints how each case ended,
-in all processes alike or not (`Recorder`).
+Trainer, backend, sync and client are real. Only the server is not: it answers from memory. Prints
+how each case ended, in all processes alike or not (`Recorder`).
 """
 
 import json
@@ -51,7 +52,10 @@ SETTINGS = {
     "vllm_server_timeout": 0.01,
     "vllm_request_timeout": 5.0,
 }
-CONFIG = {"parallel_config": {"worker_extension_cls": WORKER_EXTENSION}, "weight_transfer_config": {}}
+CONFIG = {
+    "parallel_config": {"worker_extension_cls": WORKER_EXTENSION},
+    "weight_transfer_config": {},
+}
 CONFIG["model_config"] = {"logprobs_mode": "processed_logprobs"}
 
 
@@ -100,7 +104,9 @@ class Server:
             "compare_rollout_digests": "0.0",
         }.get(method)
 
-    def choices(self, prompt: list[list[int]], n: int, max_tokens: int, logprobs: int, **kwargs: object):
+    def choices(
+        self, prompt: list[list[int]], n: int, max_tokens: int, logprobs: int, **kwargs: object
+    ):
         for start in prompt:
             key = (tuple(start), max_tokens, logprobs)
             if key not in self.said:
@@ -112,9 +118,14 @@ class Server:
         tokens, rows = list(start), []
         for _ in range(steps):
             row = self.model(torch.tensor([tokens])).logits[0, -1].log_softmax(-1)
-            rows.append({f"token_id:{token}": row[token].item() for token in row.topk(top).indices.tolist()})
+            rows.append(
+                {f"token_id:{token}": row[token].item() for token in row.topk(top).indices.tolist()}
+            )
             tokens.append(int(row.argmax()))
-        said = {"tokens": [next(iter(row)) for row in rows], "token_logprobs": [max(row.values()) for row in rows]}
+        said = {
+            "tokens": [next(iter(row)) for row in rows],
+            "token_logprobs": [max(row.values()) for row in rows],
+        }
         said["top_logprobs"] = rows
         return {"prompt_token_ids": start, "token_ids": tokens[len(start) :], "logprobs": said}
 
@@ -155,8 +166,12 @@ class Case:
         Client.server = self.server = Server(rank=8 * (route == "adapter"))
         self.outcomes: dict[str, str] = {}
 
-    def check(self, name: str, act: Callable[[], object], fault: str = "nothing", number: int = 0) -> list[str]:
-        """Record how something ends, with a server that has this fault; what it asks the server for."""
+    def check(
+        self, name: str, act: Callable[[], object], fault: str = "nothing", number: int = 0
+    ) -> list[str]:
+        """Record how something ends, with a server that has this fault; what it asks the server
+        for.
+        """
         self.server.plan(fault, number)
         end = self.recorder.run(name, act)
         asked, was_lost = self.server.asked, not self.server.is_up
@@ -164,7 +179,8 @@ class Case:
         if was_lost and self.is_main:
             self.trainer.vllm_generation.vllm_client.reconnect(1.0)
         asked = self.recorder.share(name, asked)
-        self.outcomes |= {name: end} if number <= len(asked) else {}  # without a probe, there are fewer requests
+        # without a probe, there are fewer requests
+        self.outcomes |= {name: end} if number <= len(asked) else {}
         return asked
 
     def start(self) -> None:
@@ -185,7 +201,9 @@ class Case:
                 fully_shard(layer, mesh=mesh)
 
     def generate(self, length: int) -> None:
-        self.trainer.vllm_generation.generate(prompts=[[40] * length] * 4, images=None, num_generations=4)
+        self.trainer.vllm_generation.generate(
+            prompts=[[40] * length] * 4, images=None, num_generations=4
+        )
 
     def rollout(self) -> None:
         """A sync, and tokens that it samples."""
@@ -247,13 +265,27 @@ def plant(case: Case) -> None:
     parameters, require = routes.model_parameters, sync.WeightSync.require_version
     planted = {
         "an error is kept": (False, "routes.raise_everywhere", lambda act, *rest, **join: act(), 1),
-        "a tensor is not read": (False, "routes.model_parameters", lambda *args: islice(parameters(*args), 9), 0),
-        "a broadcast more": (True, "sync.WeightSync.require_version", lambda self: (dist.barrier(), require(self)), 0),
+        "a tensor is not read": (
+            False,
+            "routes.model_parameters",
+            lambda *args: islice(parameters(*args), 9),
+            0,
+        ),
+        "a broadcast more": (
+            True,
+            "sync.WeightSync.require_version",
+            lambda self: (dist.barrier(), require(self)),
+            0,
+        ),
         "the stream is left": (True, "routes.deque", lambda *args, **kwargs: None, 1),
     }
     case.check("starts", case.start)
     for name, (in_main, target, fault, number) in planted.items():
-        with mock.patch(f"trl_qurl.rollout.{target}", fault) if case.is_main == in_main else nullcontext():
+        with (
+            mock.patch(f"trl_qurl.rollout.{target}", fault)
+            if case.is_main == in_main
+            else nullcontext()
+        ):
             case.check(name, case.rollout, "fails", number)
 
 
@@ -265,11 +297,17 @@ def main(out: Path, kind: str, route: str, *faults: str) -> None:
     recorder = Recorder(dist.PrefixStore("recorder", store.clone()))
     case = Case(out, kind, route, recorder)
     with ExitStack() as patches:
-        patches.enter_context(mock.patch.object(backend.QuantizedVLLMGeneration, "_engine_class", Client))
-        patches.enter_context(mock.patch.object(packed_tensor, "packed_nccl_broadcast_producer", produce))
+        patches.enter_context(
+            mock.patch.object(backend.QuantizedVLLMGeneration, "_engine_class", Client)
+        )
+        patches.enter_context(
+            mock.patch.object(packed_tensor, "packed_nccl_broadcast_producer", produce)
+        )
         patches.enter_context(mock.patch.object(VLLMClient, "init_communicator", join))
         if route == "stream":
-            patches.enter_context(mock.patch.object(backend, "choose_route", lambda *args: ("stream", "a test")))
+            patches.enter_context(
+                mock.patch.object(backend, "choose_route", lambda *args: ("stream", "a test"))
+            )
         patches.enter_context(recorder)
         if faults in (("planted",), ("resumed",)):
             (plant if faults == ("planted",) else run_and_resume)(case)

@@ -1,8 +1,9 @@
-"""Many runs that start and end at once, each with a directory for checkpoints: does any of them lose its own?
+"""Many runs that start and end at once, each with a directory for checkpoints: does any of them
+lose its own?
 
-Each run is a process that writes a file where its engine would look for the start checkpoint and reads it again until
-the run ends: it removes the directory, drops it, exits as Python does, or kills itself. Some fork in between, as data
-loaders do; those forks exit, or outlive the run.
+Each run is a process that writes a file where its engine would look for the start checkpoint and
+reads it again until the run ends: it removes the directory, drops it, exits as Python does, or
+kills itself. Some fork in between, as data loaders do; those forks exit, or outlive the run.
 """
 
 import atexit
@@ -35,7 +36,8 @@ def run(parent: str, losses: Path, chance: random.Random) -> None:
     checkpoint.parent.mkdir()
     owner = str(os.getpid())
     checkpoint.write_text(owner)
-    weakref.finalize(run, time.sleep, 0.05)  # as an engine takes its time to shut down, before the directory goes
+    # as an engine takes its time to shut down, before the directory goes
+    weakref.finalize(run, time.sleep, 0.05)
     end, forks = chance.choice(ENDS), chance.choice(("none", "exits", "outlives"))
     if forks != "none" and os.fork() == 0:
         time.sleep(0.05 * (forks == "outlives"))

@@ -1,4 +1,5 @@
-"""TRL's features on INT8 rollouts, several in each run: prints, by the run's name, what a user would see of them.
+"""TRL's features on INT8 rollouts, several in each run: prints, by the run's name, what a user
+would see of them.
 
 A run that fails is recorded with its traceback, and the others continue.
 """
@@ -49,7 +50,10 @@ def rewards(out: Path) -> dict[str, Any]:
         asked.update(prompt=prompts[0], completion=completions[0], step=trainer_state.global_step)
         log_extra("expected", list(answer))
         log_metric("answers", float(len(answer)))
-        return [0.5 * (expected in said[0]["content"]) for said, expected in zip(completions, answer, strict=True)]
+        return [
+            0.5 * (expected in said[0]["content"])
+            for said, expected in zip(completions, answer, strict=True)
+        ]
 
     def sometimes(completions, **kwargs):
         return [None if i % 2 else letters([c[0]["content"]])[0] for i, c in enumerate(completions)]
@@ -70,7 +74,8 @@ def rewards(out: Path) -> dict[str, Any]:
         reward_weights=[1.0, 0.5, 2.0],
         multi_objective_aggregation="normalize_then_sum",
         chat_template_kwargs={"mood": "!"},
-        generation_kwargs={"allowed_token_ids": [1, *range(17, 25)]},  # so few that most completions end
+        # so few that most completions end
+        generation_kwargs={"allowed_token_ids": [1, *range(17, 25)]},
         repetition_penalty=1.0,
         log_completions=True,
         num_completions_to_print=1,
@@ -122,7 +127,10 @@ def sampling(out: Path) -> dict[str, Any]:
         out,
         model=tiny_model(tie_word_embeddings=False),
         reward_funcs=judge,
-        given={"train_dataset": IterableDataset.from_generator(stream), "processing_class": tokenizer},
+        given={
+            "train_dataset": IterableDataset.from_generator(stream),
+            "processing_class": tokenizer,
+        },
         vllm_structured_outputs_regex="[0-9]{3,8}",
         temperature=0.9,
         top_p=0.95,
@@ -137,7 +145,10 @@ def sampling(out: Path) -> dict[str, Any]:
 
 
 async def right(completions, answer, **kwargs):
-    return [float(expected in said[0]["content"]) for said, expected in zip(completions, answer, strict=True)]
+    return [
+        float(expected in said[0]["content"])
+        for said, expected in zip(completions, answer, strict=True)
+    ]
 
 
 def length(completions, **kwargs):
@@ -164,7 +175,8 @@ def rloo(out: Path) -> dict[str, Any]:
         beta=0.05,
         mask_truncated_completions=True,
         chat_template_kwargs={"mood": "!"},
-        generation_kwargs={"allowed_token_ids": [1, *range(17, 25)]},  # so few that most completions end
+        # so few that most completions end
+        generation_kwargs={"allowed_token_ids": [1, *range(17, 25)]},
         log_completions=True,
         **EVALUATED,
         num_generations_eval=2,
@@ -180,7 +192,11 @@ def ppo(out: Path) -> dict[str, Any]:
         "PPO",
         model=saved(out),
         reward_funcs=[right, length],
-        given={"train_dataset": questions(), "eval_dataset": questions(2), "processing_class": chat_tokenizer()},
+        given={
+            "train_dataset": questions(),
+            "eval_dataset": questions(2),
+            "processing_class": chat_tokenizer(),
+        },
         reward_weights=[1.0, 0.5],
         num_generations=1,
         beta=0.05,

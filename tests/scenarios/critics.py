@@ -1,7 +1,9 @@
-"""Steps of a critic on one batch, split over the processes, saved and resumed; prints what became of it as JSON.
+"""Steps of a critic on one batch, split over the processes, saved and resumed; prints what became
+of it as JSON.
 
-No engine and no trainer: only what the critic itself does with several processes. accelerate turns FSDP2 on for
-GPUs only, so with the argument `fsdp2` it is told that it is on; all that follows is its own code.
+No engine and no trainer: only what the critic itself does with several processes. accelerate turns
+FSDP2 on for GPUs only, so with the argument `fsdp2` it is told that it is on; all that follows is
+its own code.
 """
 
 import sys
@@ -22,7 +24,9 @@ B, P, T, STEPS = 4, 3, 5, 3
 
 
 def turn_on_fsdp2() -> None:
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap"
+    )
     PartialState._shared_state["distributed_type"] = DistributedType.FSDP
     AcceleratorState._shared_state["distributed_type"] = DistributedType.FSDP
     AcceleratorState._shared_state["fsdp_plugin"] = plugin
@@ -38,11 +42,19 @@ def main(directory: Path, *options: str) -> None:
     share = slice(accelerator.process_index * B // accelerator.num_processes, None)
     part = slice(share.start, share.start + B // accelerator.num_processes)
     batch = {"prompt_ids": ids[part, :P], "completion_ids": ids[part, P:]}
-    batch |= {"prompt_mask": torch.ones_like(ids[part, :P]), "completion_mask": torch.ones_like(ids[part, P:])}
+    batch |= {
+        "prompt_mask": torch.ones_like(ids[part, :P]),
+        "completion_mask": torch.ones_like(ids[part, P:]),
+    }
 
     def value_loss(values: torch.Tensor) -> torch.Tensor:
         # A share of the mean over all processes, which average their gradients; as in the trainer.
-        return (values - targets[part]).square().sum() * accelerator.num_processes / targets.numel() / 2
+        return (
+            (values - targets[part]).square().sum()
+            * accelerator.num_processes
+            / targets.numel()
+            / 2
+        )
 
     def make() -> Critic:
         model = tiny_classifier(seed=1)
@@ -53,7 +65,8 @@ def main(directory: Path, *options: str) -> None:
         return torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step(critic: Critic) -> float:
-        for last in (False, True):  # two micro-batches, of which the last one sums over the processes
+        # two micro-batches, of which the last one sums over the processes
+        for last in (False, True):
             accelerator.gradient_state._set_sync_gradients(last)
             critic.backward(value_loss(critic.values(batch)))
         return critic.step()
@@ -72,7 +85,9 @@ def main(directory: Path, *options: str) -> None:
         "steps": [*steps, step(critic)],
         "resumed": step(again),
         "kind": type(critic.model).__name__,
-        "held": sum(getattr(p, "to_local", lambda p=p: p)().numel() for p in critic.model.parameters()),
+        "held": sum(
+            getattr(p, "to_local", lambda p=p: p)().numel() for p in critic.model.parameters()
+        ),
     }
     if accelerator.is_main_process:
         print_record(record)

@@ -13,11 +13,17 @@ from trl_qurl.quantization.checkpoint_form import parameter_name
 
 
 def adapter(out: Path) -> dict[str, Any]:
-    """A new adapter and trained norms on a base in bfloat16, with a KL penalty; trained twice, changed, evaluated."""
-    lora = LoraConfig(r=4, target_modules="all-linear", modules_to_save=["norm"], init_lora_weights=False)
+    """A new adapter and trained norms on a base in bfloat16, with a KL penalty; trained twice,
+    changed, evaluated.
+    """
+    lora = LoraConfig(
+        r=4, target_modules="all-linear", modules_to_save=["norm"], init_lora_weights=False
+    )
     model, given = tiny_model(dtype=torch.bfloat16), {"peft_config": lora, "eval_dataset": texts(2)}
     frozen = {name: p.clone() for name, p in model.named_parameters() if "norm" not in name}
-    trainer = run(out, model=model, given=given, beta=0.1, learning_rate=2e-2, per_device_eval_batch_size=8)
+    trainer = run(
+        out, model=model, given=given, beta=0.1, learning_rate=2e-2, per_device_eval_batch_size=8
+    )
     record = seen(trainer)
     trainer.train()
     again = trainer.state.log_history
@@ -39,17 +45,28 @@ def adapter(out: Path) -> dict[str, Any]:
 
 def trained_adapter(out: Path) -> dict[str, Any]:
     """A model that already has an adapter and trained norms, with a KL penalty against both."""
-    lora = LoraConfig(r=4, target_modules="all-linear", modules_to_save=["norm"], init_lora_weights=False)
+    lora = LoraConfig(
+        r=4, target_modules="all-linear", modules_to_save=["norm"], init_lora_weights=False
+    )
     return seen(run(out, model=get_peft_model(tiny_model(), lora), beta=0.1))
 
 
 def reference(out: Path) -> dict[str, Any]:
     """A reference model that follows the policy."""
     trainer = run(
-        out, model=saved(out), beta=0.1, sync_ref_model=True, ref_model_sync_steps=1, ref_model_mixup_alpha=1.0
+        out,
+        model=saved(out),
+        beta=0.1,
+        sync_ref_model=True,
+        ref_model_sync_steps=1,
+        ref_model_mixup_alpha=1.0,
     )
-    policy, followed = (dict(model.named_parameters()) for model in (trainer.model, trainer.ref_model))
-    return seen(trainer) | {"follows": all(torch.equal(policy[name], followed[name]) for name in followed)}
+    policy, followed = (
+        dict(model.named_parameters()) for model in (trainer.model, trainer.ref_model)
+    )
+    return seen(trainer) | {
+        "follows": all(torch.equal(policy[name], followed[name]) for name in followed)
+    }
 
 
 def kernels(out: Path) -> dict[str, Any]:
@@ -58,7 +75,9 @@ def kernels(out: Path) -> dict[str, Any]:
 
 
 def transformers_backend(out: Path) -> dict[str, Any]:
-    """A model that vLLM has itself, by its transformers backend; and another one of its class afterwards."""
+    """A model that vLLM has itself, by its transformers backend; and another one of its class
+    afterwards.
+    """
     trainer = run(out, vllm_model_impl="transformers", **backend_format())
     tiny_model()(torch.tensor([[40, 50]]))  # would fail if the class were changed
     return seen(trainer)
@@ -67,8 +86,13 @@ def transformers_backend(out: Path) -> dict[str, Any]:
 def remote_code(out: Path) -> dict[str, Any]:
     """A model with classes in its checkpoint, and the quantized checkpoint after training."""
     model = save_remote_code_model(out / "own")
-    given, kwargs = {"processing_class": None}, {"enforce_eager": True}  # the size of the cache is ours
-    settings = {"trust_remote_code": True, "model_init_kwargs": {"dtype": "float32"}, "vllm_engine_kwargs": kwargs}
+    # the size of the cache is ours
+    given, kwargs = {"processing_class": None}, {"enforce_eager": True}
+    settings = {
+        "trust_remote_code": True,
+        "model_init_kwargs": {"dtype": "float32"},
+        "vllm_engine_kwargs": kwargs,
+    }
     trainer = run(out, model=model, given=given, **settings)
     trainer.save_quantized(str(out / "quantized"))
     return seen(trainer) | {"files": sorted(path.name for path in (out / "quantized").glob("*.py"))}
@@ -78,7 +102,9 @@ BACKEND = ("smollm3", "olmo2", "olmo3", "starcoder2", "vaultgemma")
 
 
 def backend_format() -> dict[str, Any]:
-    """16 bits where vLLM's INT8 kernel takes no batches, which its transformers backend gives it: CPUs with AMX."""
+    """16 bits where vLLM's INT8 kernel takes no batches, which its transformers backend gives it:
+    CPUs with AMX.
+    """
     return {"rollout_quantization": None} if torch.cpu.get_capabilities().get("amx_tile") else {}
 
 
@@ -88,7 +114,9 @@ def dense(out: Path, family: str) -> dict[str, Any]:
 
 
 def experts(out: Path, family: str) -> dict[str, Any]:
-    """A mixture of experts, with the loss that balances them. CPUs without AMX keep experts in 16 bits by default."""
+    """A mixture of experts, with the loss that balances them. CPUs without AMX keep experts in 16
+    bits by default.
+    """
     has_amx = torch.cpu.get_capabilities().get("amx_tile")
     ignore = SIXTEEN_BIT_EXPERTS if has_amx else ["lm_head"]
     model = tiny_mixture(family, output_router_logits=True)
@@ -96,7 +124,9 @@ def experts(out: Path, family: str) -> dict[str, Any]:
 
 
 def vision(out: Path, family: str, *parts: str) -> dict[str, Any]:
-    """A vision-language model, with pictures or without (`text`), with an adapter (`lora`), or for `RLOO`."""
+    """A vision-language model, with pictures or without (`text`), with an adapter (`lora`), or for
+    `RLOO`.
+    """
     from tiny_vision import WORDS, picture, tiny_vision_model, vision_processor
 
     model, processor = tiny_vision_model(family), vision_processor(family)
@@ -105,7 +135,9 @@ def vision(out: Path, family: str, *parts: str) -> dict[str, Any]:
         rows["image"] = [picture(10 * i) for i in range(16)]
     given = {"train_dataset": Dataset.from_dict(rows), "processing_class": processor}
     if "lora" in parts:
-        given["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        given["peft_config"] = LoraConfig(
+            r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False
+        )
     trainer = run(
         out,
         "RLOO" if "RLOO" in parts else "GRPO",

@@ -1,4 +1,6 @@
-"""Fill batches by dynamic sampling, with a made-up policy, in any number of processes; prints the whole as JSON."""
+"""Fill batches by dynamic sampling, with a made-up policy, in any number of processes; prints the
+whole as JSON.
+"""
 
 from accelerate import Accelerator
 from accelerate.utils import gather_object
@@ -18,8 +20,12 @@ def main() -> None:
         batch = [row for row in ROWS[rollout * GROUPS :][:GROUPS] for _ in range(GROUP_SIZE)]
         size = len(batch) // accelerator.num_processes
         filled = policy.fill(batch[accelerator.process_index * size :][:size])
-        samples = gather_object([[s.row["prompt"], s.completion, s.extras["seen"]] for s in filled.samples])
-        rollouts.append({"samples": samples, "rewards": filled.rewards.tolist(), "metrics": filled.metrics})
+        samples = gather_object(
+            [[s.row["prompt"], s.completion, s.extras["seen"]] for s in filled.samples]
+        )
+        rollouts.append(
+            {"samples": samples, "rewards": filled.rewards.tolist(), "metrics": filled.metrics}
+        )
     if accelerator.is_main_process:
         print_record({"processes": accelerator.num_processes, "rollouts": rollouts})
 

@@ -1,6 +1,7 @@
 """Log-probabilities of the probe under engines that have just been started from a checkpoint each.
 
-A checkpoint with a subdirectory `adapter` is asked with that adapter. `CHECKPOINT@fp8` has a cache in that format.
+A checkpoint with a subdirectory `adapter` is asked with that adapter. `CHECKPOINT@fp8` has a cache
+in that format.
 """
 
 import os
@@ -30,7 +31,10 @@ def probe(argument: str) -> list[float]:
     params = SamplingParams(max_tokens=1, prompt_logprobs=0)
     prompt = {"prompt_token_ids": PROBE}
     [output] = engine.generate([prompt], params, use_tqdm=False, lora_request=adapter)
-    return [logps[token].logprob for token, logps in zip(PROBE[1:], output.prompt_logprobs[1:], strict=True)]
+    return [
+        logps[token].logprob
+        for token, logps in zip(PROBE[1:], output.prompt_logprobs[1:], strict=True)
+    ]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""A trainer with an engine that samples from another policy, in several ways; prints the guard's verdicts.
+"""A trainer with an engine that samples from another policy, in several ways; prints the guard's
+verdicts.
 
 No setting does this: the faults are planted where settings and checks cannot see them.
 """
@@ -61,13 +62,21 @@ def main(out: Path) -> None:
         warnings.texts.clear()
         generation.sync_weights()  # TRL would skip it: the step is the same
         metrics = trainer.evaluate()
-        kept = {name.removeprefix("eval_"): value for name, value in metrics.items() if "mismatch/" in name}
+        kept = {
+            name.removeprefix("eval_"): value
+            for name, value in metrics.items()
+            if "mismatch/" in name
+        }
         record[name] = {"warnings": list(warnings.texts), **kept}
 
     record["training"] = {
         "warnings": list(warnings.texts),
-        "guard": [row["mismatch/guard"] for row in trainer.state.log_history if "mismatch/guard" in row],
-        "kl": [row["mismatch/kl_k3"] for row in trainer.state.log_history if "mismatch/kl_k3" in row],
+        "guard": [
+            row["mismatch/guard"] for row in trainer.state.log_history if "mismatch/guard" in row
+        ],
+        "kl": [
+            row["mismatch/kl_k3"] for row in trainer.state.log_history if "mismatch/kl_k3" in row
+        ],
     }
     observe("evaluation")
     start = {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -1,4 +1,5 @@
-"""Run recipes for two steps each, as `trl-qurl grpo|ppo` would, on a tiny model; prints what each logged.
+"""Run recipes for two steps each, as `trl-qurl grpo|ppo` would, on a tiny model; prints what each
+logged.
 
 Takes triples: the command, the name of the run, and its arguments as a JSON list.
 """

@@ -1,4 +1,6 @@
-"""Runs that save 8-bit checkpoints on the way, and the same runs that do not; prints a JSON record of each."""
+"""Runs that save 8-bit checkpoints on the way, and the same runs that do not; prints a JSON record
+of each.
+"""
 
 import argparse
 import importlib.util
@@ -19,7 +21,9 @@ SECRET = "hf_secret"
 
 
 class SaveAtStep(TrainerCallback):
-    """In the middle of a rollout's updates, when the engine's weights are older than the policy's."""
+    """In the middle of a rollout's updates, when the engine's
+    weights are older than the policy's.
+    """
 
     def __init__(self, step: int, directory: Path) -> None:
         self.step, self.directory = step, directory
@@ -31,20 +35,28 @@ class SaveAtStep(TrainerCallback):
 
 
 class Hub:
-    """The part of the Hub's client that a push needs; keeps the names of the files it would upload."""
+    """The part of the Hub's client that a push needs; keeps the
+    names of the files it would upload.
+    """
 
     def create_repo(self, name: str, **kwargs) -> SimpleNamespace:
         return SimpleNamespace(repo_id=name)
 
     def upload_folder(self, *, folder_path: str, ignore_patterns: list[str], **kwargs) -> None:
-        names = [str(path.relative_to(folder_path)) for path in Path(folder_path).rglob("*") if path.is_file()]
+        names = [
+            str(path.relative_to(folder_path))
+            for path in Path(folder_path).rglob("*")
+            if path.is_file()
+        ]
         self.files = sorted(filter_repo_objects(names, ignore_patterns=ignore_patterns))
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("output_dir", type=Path)
-    parser.add_argument("--lora", action="store_true", help="PPO with an adapter, instead of GRPO without")
+    parser.add_argument(
+        "--lora", action="store_true", help="PPO with an adapter, instead of GRPO without"
+    )
     parser.add_argument("--save", action="store_true")
     parser.add_argument("--config", default="{}", help="JSON of more config fields")
     return parser.parse_args(arguments)
@@ -111,7 +123,9 @@ def run(options: argparse.Namespace) -> dict:
         record["messages"] = mistakes(trainer, options.output_dir)
         record["version_kept"] = trainer.vllm_generation.sync.version == version
         if not options.lora:
-            trainer.save_quantized(options.output_dir / "fp8", formats="fp8", ignore=["lm_head", "re:.*down_proj"])
+            trainer.save_quantized(
+                options.output_dir / "fp8", formats="fp8", ignore=["lm_head", "re:.*down_proj"]
+            )
         hub = Hub()
         transformers.trainer.hf_api = lambda: hub
         trainer.push_to_hub(blocking=True)

@@ -1,7 +1,8 @@
-"""A sync from weights that several processes hold in parts; prints what each process's engine then says of the probe.
+"""A sync from weights that several processes hold in parts; prints what each process's engine then
+says of the probe.
 
-accelerate turns neither FSDP2 nor ZeRO-3 on for CPUs, so the model is split by PyTorch and DeepSpeed themselves, and
-the generation backend is told so.
+accelerate turns neither FSDP2 nor ZeRO-3 on for CPUs, so the model is split by PyTorch and
+DeepSpeed themselves, and the generation backend is told so.
 """
 
 import argparse
@@ -22,7 +23,8 @@ def split_by_fsdp2(model, generation):
     from trl_qurl.quantization.merging import model_parameters
 
     generation._dist.fsdp_version = 2
-    # As at a trainer's start, before accelerate splits the model: a colocated engine starts from these weights.
+    # As at a trainer's start, before accelerate splits the model: a colocated engine starts from
+    # these weights.
     whole = {name: parameter.clone() for name, parameter in model_parameters(model, merges=True)}
     assert all(torch.equal(whole[name], parameter) for name, parameter in model.named_parameters())
     mesh = init_device_mesh("cpu", (2,))
@@ -71,7 +73,10 @@ def run(options: argparse.Namespace) -> dict:
             parameter.add_(0.3 * parameter.std() * torch.randn_like(parameter))
     if trainer.accelerator.is_main_process:
         train.export(
-            copy.deepcopy(trainer.model), config.get("rollout_quantization", "int8"), ["lm_head"], options.export
+            copy.deepcopy(trainer.model),
+            config.get("rollout_quantization", "int8"),
+            ["lm_head"],
+            options.export,
         )
     trainer.accelerator.wait_for_everyone()
     {"fsdp2": split_by_fsdp2, "zero3": split_by_zero3}[options.way](trainer.model, generation)

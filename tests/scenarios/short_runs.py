@@ -1,4 +1,6 @@
-"""What short runs have in common: settings, a tokenizer for chats, questions, and two steps of a trainer."""
+"""What short runs have in common: settings, a tokenizer for chats, questions, and two steps of a
+trainer.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -8,19 +10,26 @@ from tiny import ENGINE, KEPT, VOCABULARY, tiny_model, tiny_tokenizer
 from tokenizers import decoders
 from transformers import PreTrainedTokenizerFast
 
-from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer, QuRLPPOConfig, QuRLPPOTrainer, QuRLRLOOConfig, QuRLRLOOTrainer
+from trl_qurl import (
+    QuRLGRPOConfig,
+    QuRLGRPOTrainer,
+    QuRLPPOConfig,
+    QuRLPPOTrainer,
+    QuRLRLOOConfig,
+    QuRLRLOOTrainer,
+)
 from trl_qurl.lab.evaluation.callback import evaluate_task
 from trl_qurl.lab.evaluation.tasks import Task
 
 TEMPLATE = (
-    "{% if tools %}{% for tool in tools %}{{ tool.function.name }} {% endfor %}{% endif %}"
-    "{% for message in messages %}{{ message.role[0] }}:"
-    "{% if message.content is string %}{{ message.content }}"
-    "{% else %}{% for part in message.content %}{{ part.text }}{% endfor %}{% endif %}"
-    "{% for call in message.tool_calls or [] %}<call>"
-    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}</call>{% endfor %}'
-    "{{ '<eos>' if message.role == 'assistant' else ';' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ mood }}a:{% endif %}"
+    "{% if tools %}{% for tool in tools %}{{ tool.function.name }} {% endfor %}{% endif %}{% for "
+    "message in messages %}{{ message.role[0] }}:{% if message.content is string %}{{ "
+    "message.content }}{% else %}{% for part in message.content %}{{ part.text }}{% endfor %}{% "
+    "endif %}{% for call in message.tool_calls or [] %}<call>"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson '
+    "}}}</call>{% endfor %}"
+    "{{ '<eos>' if message.role == 'assistant' else ';' }}{% endfor %}{% if add_generation_prompt "
+    "%}{{ mood }}a:{% endif %}"
 )
 """Of a chat: `s:Be brief.;u:add 1 and 2;a:`. It names the tools, and has an extra variable."""
 
@@ -40,12 +49,18 @@ BASE = {
     "use_cpu": True,
     "bf16": False,
     "save_strategy": "no",
-    "smooth_activations": False,  # for comparisons with an engine that starts from the saved weights
+    # for comparisons with an engine that starts from the saved weights
+    "smooth_activations": False,
     "vllm_engine_kwargs": ENGINE,
 }
 """Settings of all short runs; a rollout has two updates."""
 
-COMMON = BASE | {"max_steps": 2, "learning_rate": 1e-4, "sync_check_interval": 1, "vllm_max_model_length": 128}
+COMMON = BASE | {
+    "max_steps": 2,
+    "learning_rate": 1e-4,
+    "sync_check_interval": 1,
+    "vllm_max_model_length": 128,
+}
 """Settings of the runs that `run` makes."""
 
 
@@ -64,7 +79,10 @@ def question(text: str) -> list[dict[str, str]]:
 
 def questions(count: int = 16) -> Dataset:
     return Dataset.from_dict(
-        {"prompt": [question(f"say {i}") for i in range(count)], "answer": [str(i) for i in range(count)]}
+        {
+            "prompt": [question(f"say {i}") for i in range(count)],
+            "answer": [str(i) for i in range(count)],
+        }
     )
 
 
@@ -73,17 +91,27 @@ def texts(count: int = 16) -> Dataset:
 
 
 def letters(completions: list, **kwargs: Any) -> list[float]:
-    return [sum(ord(character) % 7 for character in str(completion)) / 8 for completion in completions]
+    return [
+        sum(ord(character) % 7 for character in str(completion)) / 8 for completion in completions
+    ]
 
 
 def run(
-    out: Path, kind: str = "GRPO", model: Any = None, reward_funcs: Any = letters, given: Any = None, **settings: Any
+    out: Path,
+    kind: str = "GRPO",
+    model: Any = None,
+    reward_funcs: Any = letters,
+    given: Any = None,
+    **settings: Any,
 ) -> Any:
     """Train for two steps; the trainer."""
     trainer_kind, config_kind = KINDS[kind]
     given = {"train_dataset": texts(), "processing_class": tiny_tokenizer()} | (given or {})
     trainer = trainer_kind(
-        tiny_model() if model is None else model, reward_funcs, config_kind(str(out), **COMMON | settings), **given
+        tiny_model() if model is None else model,
+        reward_funcs,
+        config_kind(str(out), **COMMON | settings),
+        **given,
     )
     KEPT.append(trainer)
     trainer.train()
@@ -103,19 +131,36 @@ def seen(trainer: Any) -> dict[str, Any]:
 
 
 def evaluated(trainer: Any) -> dict[str, Any]:
-    """What an evaluation asks the engine for, and how, beside the prompts that training makes of it."""
+    """What an evaluation asks the engine for, and how, beside the prompts that training makes of
+    it.
+    """
     generation = trainer.vllm_generation
-    settings = ("temperature", "repetition_penalty", "structured_outputs_regex", "generation_kwargs")
+    settings = (
+        "temperature",
+        "repetition_penalty",
+        "structured_outputs_regex",
+        "generation_kwargs",
+    )
     training = {name: getattr(generation, name) for name in settings}
     chat = [[{"role": "system", "content": "be brief"}, {"role": "user", "content": "1+1="}]]
-    generation.generation_kwargs = {**(training["generation_kwargs"] or {}), "temperature": 2.0, "stop": ["b"]}
+    generation.generation_kwargs = {
+        **(training["generation_kwargs"] or {}),
+        "temperature": 2.0,
+        "stop": ["b"],
+    }
     asked: dict[str, Any] = {}
 
     def generate(prompts: Any, **kwargs: Any) -> Any:
-        asked.update(prompts=prompts, settings={name: getattr(generation, name) for name in settings})
+        asked.update(
+            prompts=prompts, settings={name: getattr(generation, name) for name in settings}
+        )
         return type(generation).generate(generation, prompts=prompts, **kwargs)
 
     generation.generate = generate
     evaluate_task(trainer, Task("sums", chat * 4, ["$2$"] * 4))
     restored = all(getattr(generation, name) == training[name] for name in settings[:-1])
-    return {"asked": asked, "trained_on": trainer._tokenize_prompts(chat * 4)[0], "restored": restored}
+    return {
+        "asked": asked,
+        "trained_on": trainer._tokenize_prompts(chat * 4)[0],
+        "restored": restored,
+    }

@@ -1,4 +1,6 @@
-"""Runs that stop and go on, in each case beside the run that never stopped; prints a JSON record of each case."""
+"""Runs that stop and go on, in each case beside the run that never stopped; prints a JSON record of
+each case.
+"""
 
 import argparse
 import logging
@@ -13,7 +15,12 @@ from short_runs import BASE, KINDS, letters, saved, texts
 from tiny import KEPT, SIXTEEN_BIT_EXPERTS, tiny_mixture, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-EVERY_SECOND = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "vllm_max_model_length": 64}
+EVERY_SECOND = {
+    "max_steps": 4,
+    "save_strategy": "steps",
+    "save_steps": 2,
+    "vllm_max_model_length": 64,
+}
 NOT_REPEATED = ("time/", "step_time", "throughput/", "train_", "sync/probe")
 
 
@@ -43,8 +50,12 @@ def rows(trainer: Any) -> list[dict[str, float]]:
     return [{k: v for k, v in row.items() if not k.startswith(NOT_REPEATED)} for row in logged]
 
 
-def whole_and_resumed(out: Path, kind: str, make: Any, settings: dict[str, Any], **given: Any) -> dict[str, Any]:
-    """The last two updates of a run, and the same after a new trainer has resumed from the second."""
+def whole_and_resumed(
+    out: Path, kind: str, make: Any, settings: dict[str, Any], **given: Any
+) -> dict[str, Any]:
+    """The last two updates of a run, and the same after a new
+    trainer has resumed from the second.
+    """
     whole = build(out / "whole", kind, make(), settings, **given)
     whole.train()
     resumed = build(out / "resumed", kind, make(), settings, **given)
@@ -58,7 +69,9 @@ def adapter(**settings: Any) -> LoraConfig:
 
 
 def own_adapter(out: Path) -> dict[str, Any]:
-    """A run that continues an adapter, with a KL penalty: TRL keeps the initial one as the reference, `ref`."""
+    """A run that continues an adapter, with a KL penalty: TRL keeps the initial one as the
+    reference, `ref`.
+    """
     directory = saved(out)
     torch.manual_seed(0)
     base = AutoModelForCausalLM.from_pretrained(directory)
@@ -79,7 +92,9 @@ def two_adapters(out: Path) -> dict[str, Any]:
 
 
 def experts(out: Path) -> dict[str, Any]:
-    """A mixture of experts, whose checkpoint has a tensor for each expert, and the model one for all."""
+    """A mixture of experts, whose checkpoint has a tensor for each expert, and the model one for
+    all.
+    """
     settings = {"rollout_quantization": "int8", "quantization_ignore": SIXTEEN_BIT_EXPERTS}
     return whole_and_resumed(out, "GRPO", lambda: tiny_mixture("qwen3_moe"), settings)
 
@@ -87,19 +102,28 @@ def experts(out: Path) -> dict[str, Any]:
 def moving_reference(out: Path) -> dict[str, Any]:
     """A reference model that follows the policy."""
     directory = saved(out)
-    settings = {"beta": 0.5, "sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}
+    settings = {
+        "beta": 0.5,
+        "sync_ref_model": True,
+        "ref_model_sync_steps": 1,
+        "ref_model_mixup_alpha": 0.5,
+    }
     return whole_and_resumed(out, "GRPO", lambda: directory, settings)
 
 
 def preempted(out: Path) -> dict[str, Any]:
-    """PPO: SIGTERM inside the third update, with `enable_jit_checkpoint`; and a checkpoint without optimizers."""
+    """PPO: SIGTERM inside the third update, with `enable_jit_checkpoint`; and a checkpoint without
+    optimizers.
+    """
 
     class Preempt(TrainerCallback):
         trainer: Any = None
 
         def on_step_begin(self, args, state, control, **kwargs):
             if state.global_step == 2 and self.trainer is not None:
-                names = {type(each).__name__: each for each in self.trainer.callback_handler.callbacks}
+                names = {
+                    type(each).__name__: each for each in self.trainer.callback_handler.callbacks
+                }
                 names["JITCheckpointCallback"].jit_manager.is_checkpoint_requested = True
 
     class NoteCritic(TrainerCallback):
@@ -125,7 +149,11 @@ def preempted(out: Path) -> dict[str, Any]:
     # The uninterrupted run has saved no optimizers.
     note = NoteCritic()
     note.trainer = build(
-        out / "only models", "PPO", model, settings | {"enable_jit_checkpoint": False}, callbacks=[note]
+        out / "only models",
+        "PPO",
+        model,
+        settings | {"enable_jit_checkpoint": False},
+        callbacks=[note],
     )
     heard = Heard()
     logging.getLogger("trl_qurl").addHandler(heard)
@@ -144,15 +172,29 @@ def preempted(out: Path) -> dict[str, Any]:
 
 def best(out: Path) -> dict[str, Any]:
     """PPO that loads the best of its checkpoints at the end, and saves it."""
-    settings = {"num_generations": 1, "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 3}
-    settings |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_reward", "greater_is_better": False}
+    settings = {
+        "num_generations": 1,
+        "save_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "max_steps": 3,
+    }
+    settings |= {
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_reward",
+        "greater_is_better": False,
+    }
     trainer = build(out / "run", "PPO", saved(out), settings, eval_dataset=texts(8))
     evaluations = iter([0.0, 1.0, 2.0])
     evaluate = trainer.evaluate
-    trainer.evaluate = lambda *args, **kwargs: evaluate(*args, **kwargs) | {"eval_reward": next(evaluations)}
+    trainer.evaluate = lambda *args, **kwargs: (
+        evaluate(*args, **kwargs) | {"eval_reward": next(evaluations)}
+    )
     trainer.train()
     trainer.save_model(str(out / "final"))
-    files = {name: out / "run" / name for name in ("checkpoint-1", "checkpoint-3")} | {"final": out / "final"}
+    files = {name: out / "run" / name for name in ("checkpoint-1", "checkpoint-3")} | {
+        "final": out / "final"
+    }
     weights = {
         name: [load_file(path / part / "model.safetensors") for part in (".", "critic")]
         for name, path in files.items()
@@ -162,7 +204,9 @@ def best(out: Path) -> dict[str, Any]:
         final = weights["final"][part]
         return all(torch.equal(tensor, final[key]) for key, tensor in weights[name][part].items())
 
-    return {name: [same(name, part) for part in (0, 1)] for name in ("checkpoint-1", "checkpoint-3")}
+    return {
+        name: [same(name, part) for part in (0, 1)] for name in ("checkpoint-1", "checkpoint-3")
+    }
 
 
 def interrupted(out: Path) -> dict[str, Any]:
@@ -176,7 +220,12 @@ def interrupted(out: Path) -> dict[str, Any]:
             if self.micro_batches == 2:
                 raise KeyboardInterrupt
 
-    settings = {"steps_per_generation": 2, "gradient_accumulation_steps": 2, "save_strategy": "no", "max_steps": 3}
+    settings = {
+        "steps_per_generation": 2,
+        "gradient_accumulation_steps": 2,
+        "save_strategy": "no",
+        "max_steps": 3,
+    }
     trainer = build(out / "run", "GRPO", tiny_model(), settings, callbacks=[Interrupt()])
     begun = []
     generate = trainer._generate_and_score_completions
@@ -194,7 +243,8 @@ def interrupted(out: Path) -> dict[str, Any]:
     return {"begun": begun, "kl": [row["mismatch/kl_k3"] for row in rows(trainer)]}
 
 
-# The mixture comes first: vLLM makes the groups of its processes once, and only a mixture has one for experts.
+# The mixture comes first: vLLM makes the groups of its processes once, and only a mixture has one
+# for experts.
 CASES = (experts, own_adapter, two_adapters, moving_reference, preempted, best, interrupted)
 
 

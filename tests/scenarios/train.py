@@ -1,7 +1,9 @@
-"""Short training runs on tiny random models, outside the tests' own process; prints a JSON record of each.
+"""Short training runs on tiny random models, outside the tests' own process; prints a JSON record
+of each.
 
-An engine takes over its process (distributed groups, threads), so every test that needs one runs this script. Starting
-Python with TRL and vLLM takes longer than a run does, so `--and` lets several follow one another.
+An engine takes over its process (distributed groups, threads), so every test that needs one runs
+this script. Starting Python with TRL and vLLM takes longer than a run does, so `--and` lets several
+follow one another.
 """
 
 import argparse
@@ -31,11 +33,15 @@ PROMPTS = ["ab", "cde", "f g", "h1", "i22", "jj", "k", "lm"]
 
 
 def count_vowels(completions, **kwargs):
-    return [sum(character in "aeiou4567" for character in completion) / 8 for completion in completions]
+    return [
+        sum(character in "aeiou4567" for character in completion) / 8 for completion in completions
+    ]
 
 
 def reseed_globally(completions, **kwargs):
-    """The same reward, from a function that seeds the generators of the process, as libraries of users do."""
+    """The same reward, from a function that seeds the generators of the process, as libraries of
+    users do.
+    """
     numpy.random.seed(0)
     torch.manual_seed(0)
     return count_vowels(completions)
@@ -55,7 +61,9 @@ def export_with_adapter(trainer, directory: Path) -> None:
 
 
 class Teaching:
-    """The reward of `count_vowels`, but 0 for the first kinds of prompt; adds a column to the completions' table."""
+    """The reward of `count_vowels`, but 0 for the first kinds of prompt; adds a column to the
+    completions' table.
+    """
 
     __name__ = "teaching"
 
@@ -66,12 +74,15 @@ class Teaching:
         log_extra("first letter", [prompt[0] for prompt in prompts])
         counts = count_vowels(completions)
         return [
-            0.0 if prompt.startswith(self.useless) else count for prompt, count in zip(prompts, counts, strict=True)
+            0.0 if prompt.startswith(self.useless) else count
+            for prompt, count in zip(prompts, counts, strict=True)
         ]
 
 
 def engine_logps(trainer) -> list[float]:
-    """The engine's log-probabilities of the probe's tokens from the second on; only this process's own engine's."""
+    """The engine's log-probabilities of the probe's tokens from the second on; only this process's
+    own engine's.
+    """
     generation = trainer.vllm_generation
     if generation.sync.route.engine is None:
         return []
@@ -82,7 +93,10 @@ def engine_logps(trainer) -> list[float]:
 
     params = SamplingParams(max_tokens=1, prompt_logprobs=0)
     [output] = generation.llm.generate([{"prompt_token_ids": PROBE}], params, use_tqdm=False)
-    return [logps[token].logprob for token, logps in zip(PROBE[1:], output.prompt_logprobs[1:], strict=True)]
+    return [
+        logps[token].logprob
+        for token, logps in zip(PROBE[1:], output.prompt_logprobs[1:], strict=True)
+    ]
 
 
 def export(model, scheme: str | None, ignore: list[str], directory: str) -> None:
@@ -99,12 +113,17 @@ def export(model, scheme: str | None, ignore: list[str], directory: str) -> None
         tiny_tokenizer().save_pretrained(directory)
     else:
         is_alone = not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
-        quantizer = "llmcompressor" if is_alone else "streaming"  # llm-compressor would wait for all processes
-        write_checkpoint(model, tiny_tokenizer(), scheme, directory, ignore=ignore, quantizer=quantizer)
+        # llm-compressor would wait for all processes
+        quantizer = "llmcompressor" if is_alone else "streaming"
+        write_checkpoint(
+            model, tiny_tokenizer(), scheme, directory, ignore=ignore, quantizer=quantizer
+        )
 
 
 def whole_model(trainer):
-    """The trained model with all of its weights in this process, also where training splits them."""
+    """The trained model with all of its weights in this process,
+    also where training splits them.
+    """
     if not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
         return trainer.model
     whole = type(trainer.model)(trainer.model.config)
@@ -118,10 +137,12 @@ def kill_before_generation(client, server: int) -> None:
     generate, calls = client.generate, []
 
     def after_the_server(prompts, *args, **kwargs):
-        calls.extend([None] if kwargs.get("max_tokens") == 8 and kwargs.get("temperature") else [])  # not the probe's
+        # not the probe's
+        calls.extend([None] if kwargs.get("max_tokens") == 8 and kwargs.get("temperature") else [])
         if len(calls) == 2:
             calls.append(None)
-            os.killpg(server, signal.SIGKILL)  # a shim (`forks`) may lead: its server would still answer
+            # a shim (`forks`) may lead: its server would still answer
+            os.killpg(server, signal.SIGKILL)
         return generate(prompts, *args, **kwargs)
 
     client.generate = after_the_server
@@ -185,7 +206,10 @@ def build(options: argparse.Namespace) -> Any:
         adapters["value_peft_config"] = lora("all-linear", task_type="CAUSAL_LM")
     prompts, reward = PROMPTS * 4, count_vowels
     if options.useless:
-        prompts, reward = [f"{prompt}{i}" for i in range(4) for prompt in PROMPTS], Teaching(options.useless)
+        prompts, reward = (
+            [f"{prompt}{i}" for i in range(4) for prompt in PROMPTS],
+            Teaching(options.useless),
+        )
     if options.reseed:
         reward = reseed_globally
     return cls(
@@ -203,11 +227,17 @@ def run(options: argparse.Namespace) -> dict:
     trainer = build(options)
     KEPT.append(trainer)
     if options.ppo:
-        critic_start = {name: p.detach().clone() for name, p in trainer.critic.model.named_parameters()}
+        critic_start = {
+            name: p.detach().clone() for name, p in trainer.critic.model.named_parameters()
+        }
     trainer.vllm_generation.pop_cost()  # of the engine's start
     trainer.vllm_generation.sync_weights()
-    record = {"probe_start": engine_logps(trainer), "whole_mb": trainer.vllm_generation.pop_cost().sent_bytes / 1e6}
-    trainer.vllm_generation.sync._sent = None  # the first rollout is to sync as it would without the probe above
+    record = {
+        "probe_start": engine_logps(trainer),
+        "whole_mb": trainer.vllm_generation.pop_cost().sent_bytes / 1e6,
+    }
+    # the first rollout is to sync as it would without the probe above
+    trainer.vllm_generation.sync._sent = None
     if options.kill_before_generation and trainer.accelerator.is_main_process:
         kill_before_generation(trainer.vllm_generation.vllm_client, options.kill_before_generation)
     if options.request_seed is not None:
@@ -220,7 +250,9 @@ def run(options: argparse.Namespace) -> dict:
     adapter = {name: p.clone() for name, p in trainer.model.named_parameters() if "lora_" in name}
     trainer.vllm_generation.sync_weights()
     record["adapter_untouched"] = all(
-        torch.equal(p, adapter[name]) for name, p in trainer.model.named_parameters() if name in adapter
+        torch.equal(p, adapter[name])
+        for name, p in trainer.model.named_parameters()
+        if name in adapter
     )
     record["probe_end"] = engine_logps(trainer)
     record["history"] = trainer.state.log_history
@@ -231,10 +263,15 @@ def run(options: argparse.Namespace) -> dict:
     elif options.export:
         model = whole_model(trainer)
         if trainer.accelerator.is_main_process:
-            export(model, trainer.vllm_generation.rollout.formats, trainer.args.quantization_ignore, options.export)
+            export(
+                model,
+                trainer.vllm_generation.rollout.formats,
+                trainer.args.quantization_ignore,
+                options.export,
+            )
     policy = trainer.vllm_generation.policy_parameters
-    # After the export: merging an adapter and taking it out again leaves the base a rounding error away. In a list: a
-    # pass that is not read to its end leaves adapters merged.
+    # After the export: merging an adapter and taking it out again leaves the base a rounding error
+    # away. In a list: a pass that is not read to its end leaves adapters merged.
     sent = [torch.equal(p, p.bfloat16().to(p.dtype)) for _, p in policy() if p.dim() > 1]
     record["on_the_grid_of_bf16"] = sum(sent) / len(sent)
     if options.ppo:
@@ -244,7 +281,9 @@ def run(options: argparse.Namespace) -> dict:
             if p.requires_grad
         )
         record["critic_moved"] = sum(change > 0 for change in moved)
-        record["critic_parameters"] = sum(p.requires_grad for p in trainer.critic.model.parameters())
+        record["critic_parameters"] = sum(
+            p.requires_grad for p in trainer.critic.model.parameters()
+        )
         record["sent_names"] = sorted(name for name, _ in policy())
     if options.save:
         trainer.save_model()

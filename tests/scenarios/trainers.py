@@ -1,4 +1,5 @@
-"""Trainers that are built, train and are deleted, one after the other in one process, as in the cells of a notebook.
+"""Trainers that are built, train and are deleted, one after the other in one process, as in the
+cells of a notebook.
 
 Prints, of each, whether it and its engine are gone, and what memory the process holds then.
 """
@@ -48,7 +49,9 @@ def reward(completions, **kwargs):
 
 
 def rollout_that_fails(trainer) -> None:
-    """Run out of memory after the rollout was generated and scored, as on a GPU that is too small."""
+    """Run out of memory after the rollout was generated and
+    scored, as on a GPU that is too small.
+    """
     full = torch.OutOfMemoryError("CUDA out of memory")
     with patch.object(trainer, "_get_per_token_logps_and_entropies", side_effect=full):
         try:
@@ -71,7 +74,9 @@ def build(kind: str, directory: str):
         tiny_model(),
         reward,
         config(directory, **settings),
-        train_dataset=Dataset.from_dict({"prompt": [f"{letter}{i}" for letter in "abcdefgh" for i in range(4)]}),
+        train_dataset=Dataset.from_dict(
+            {"prompt": [f"{letter}{i}" for letter in "abcdefgh" for i in range(4)]}
+        ),
         processing_class=tiny_tokenizer(),
         callbacks=[TrainerAwareCallback()],
         **({"value_model": tiny_classifier()} if kind == "PPO" else {}),
@@ -98,7 +103,9 @@ def train(kind: str, directory: str) -> dict[str, object]:
         record["checkpoint"] = os.listdir(f"{directory}/checkpoint-2")
         record["card"] = Path(directory, "README.md").read_text()
     if kind == "GMPO":
-        record["format"] = trainer.vllm_generation.llm.llm_engine.vllm_config.quant_config.quant_format
+        record["format"] = (
+            trainer.vllm_generation.llm.llm_engine.vllm_config.quant_config.quant_format
+        )
         record["saved"] = os.listdir(trainer.save_quantized(f"{directory}-int8"))
     if kind == "GRPO":
         saved = trainer.save_quantized(f"{directory}-int8")
@@ -119,10 +126,15 @@ def main(package: str, directory: str) -> None:
     from quantized_gmpo.trainer import QuantizedGMPOTrainer
 
     saving = {"save_strategy": "steps", "save_steps": 2}
-    KINDS["GRPO"] = (QuRLGRPOTrainer, QuRLGRPOConfig, saving | {"objective": "truncated_quantized_ratio"})
+    KINDS["GRPO"] = (
+        QuRLGRPOTrainer,
+        QuRLGRPOConfig,
+        saving | {"objective": "truncated_quantized_ratio"},
+    )
     KINDS["GMPO"] = (QuantizedGMPOTrainer, QuantizedGMPOConfig, saving)
     trainer = build("GRPO", directory)
-    trainer = build("GRPO", directory)  # the first is deleted only when the second is there, as in a cell run again
+    # the first is deleted only when the second is there, as in a cell run again
+    trainer = build("GRPO", directory)
     gc.collect()
     trainer.train()
     record: dict[str, object] = {"run again": {"steps": trainer.state.global_step}}

@@ -1,7 +1,9 @@
-"""Two processes, each with a part of a policy (FSDP2), save it; prints what `save_model` and a checkpoint left behind.
+"""Two processes, each with a part of a policy (FSDP2), save it; prints what `save_model` and a
+checkpoint left behind.
 
-No engine: transformers' own trainer with our saving. accelerate turns FSDP2 on for GPUs only, so it is told that it is
-on (`critics.py`); what splits the model, gathers it and writes it is transformers' and accelerate's own code.
+No engine: transformers' own trainer with our saving. accelerate turns FSDP2 on for GPUs only, so it
+is told that it is on (`critics.py`); what splits the model, gathers it and writes it is
+transformers' and accelerate's own code.
 """
 
 import os
@@ -33,9 +35,17 @@ def main(directory: Path, state_dict_type: str) -> None:
     os.environ["FSDP_STATE_DICT_TYPE"] = state_dict_type
     data = Dataset.from_dict({"input_ids": [[5, 6, 7, 8]] * 8, "labels": [[5, 6, 7, 8]] * 8})
     args = TrainingArguments(
-        str(directory), use_cpu=True, max_steps=1, save_strategy="steps", save_steps=1, report_to=[], learning_rate=0.1
+        str(directory),
+        use_cpu=True,
+        max_steps=1,
+        save_strategy="steps",
+        save_steps=1,
+        report_to=[],
+        learning_rate=0.1,
     )
-    trainer = SavingTrainer(tiny_model(), args, train_dataset=data, processing_class=tiny_tokenizer())
+    trainer = SavingTrainer(
+        tiny_model(), args, train_dataset=data, processing_class=tiny_tokenizer()
+    )
     turn_on_fsdp2()
     trainer.is_fsdp_enabled = True
     trainer.vllm_generation = SimpleNamespace(weights=SimpleNamespace(grid=torch.bfloat16))

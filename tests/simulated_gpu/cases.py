@@ -22,11 +22,14 @@ MIXED = {
     (scheme, other): [Case(gpu, mixed(scheme, other)) for gpu in MIXED_GPUS]
     for scheme, other in product(("int8", "fp8"), ("w8a16", "w4a16", "none"))
 }
-"""Two formats in one engine: eight bits, with other layers in a finer format, in a smaller one, or in 16 bits."""
+"""Two formats in one engine: eight bits, with other layers in a finer format, in a smaller one, or
+in 16 bits.
+"""
 
 ALWAYS = {
     Case("A100", "int8"): {"qkv_proj": "CutlassInt8ScaledMMLinearKernel"},
-    Case("B200", "int8"): {"qkv_proj": "TritonInt8ScaledMMLinearKernel"},  # CUTLASS's is disabled by us
+    # CUTLASS's is disabled by us
+    Case("B200", "int8"): {"qkv_proj": "TritonInt8ScaledMMLinearKernel"},
     Case("H100", "fp8", sleeps=True, cache="fp8"): {"qkv_proj": "CutlassFP8ScaledMMLinearKernel"},
     Case("A100", "w4a16"): {"qkv_proj": "MarlinLinearKernel"},
     Case("H100", "w4a16"): {"qkv_proj": "MacheteLinearKernel"},
@@ -86,7 +89,9 @@ CORNERS = [
     Case("A100", "fp8", "qwen3_moe", experts=True, has_flashinfer=False, is_refused=False),
     *(Case("H100", name, "qwen3_moe") for name in ("int8", "w4a16")),  # experts in 16 bits
 ]
-"""Other settings that change which code runs. Not simulated: experts on Blackwell (DeepGEMM), FlashInfer's experts."""
+"""Other settings that change which code runs. Not simulated: experts on Blackwell (DeepGEMM),
+FlashInfer's experts.
+"""
 
 FREED, STALE = "graphs read freed memory", "graphs read other values"
 EXPERTS = Case("H100", "fp8", "qwen3_moe", experts=True, has_flashinfer=False)
@@ -101,7 +106,12 @@ FAULTS = [
         "reload",
         "TypeError: too many positional arguments",
     ),
-    ("A bias without a loader", Case("RTX 40", "fp8_block", is_refused=False), "reload", "AssertionError"),
+    (
+        "A bias without a loader",
+        Case("RTX 40", "fp8_block", is_refused=False),
+        "reload",
+        "AssertionError",
+    ),
     (
         "A bias without a loader",
         Case("B200", "mxfp8", has_flashinfer=False, is_refused=False),
@@ -111,6 +121,13 @@ FAULTS = [
     ("Kernels' own tensors", Case("A100", "fp8", "qwen3", is_refused=False), FREED, "locks"),
     ("Kernels' own tensors", EXPERTS, FREED, "ab_strides1"),
     ("Kernels' own tensors", EXPERTS, FREED, "_permute_scratch"),
-    ("Scales lost in sleep", Case("H100", "fp8", sleeps=True, cache="fp8"), STALE, "self_attn.attn._k_scale"),
+    (
+        "Scales lost in sleep",
+        Case("H100", "fp8", sleeps=True, cache="fp8"),
+        STALE,
+        "self_attn.attn._k_scale",
+    ),
 ]
-"""Faults of vLLM's own reload: a report in docs/upstream.md, a case, the kind of fault, and a part of its words."""
+"""Faults of vLLM's own reload: a report in docs/upstream.md, a case, the kind of fault, and a part
+of its words.
+"""

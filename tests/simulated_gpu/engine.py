@@ -18,7 +18,8 @@ from trl_qurl.quantization.plan import make_plan, read_formats, schemes_of
 from trl_qurl.quantization.scheme import QuantizationScheme
 from trl_qurl.quantization.stream import WeightStream, model_parameters
 
-RELOADS = 2  # a bias that has lost its loader is noticed by the first, what the first breaks by the second
+# a bias that has lost its loader is noticed by the first, what the first breaks by the second
+RELOADS = 2
 
 SIZES = {
     "hidden_size": 512,
@@ -51,7 +52,11 @@ class Case:
     is_refused: bool = True  # False: tried although we refuse it
 
     def __str__(self) -> str:
-        changed = [f"{name}={value}" for name, value in vars(self).items() if value != getattr(Case, name, value)]
+        changed = [
+            f"{name}={value}"
+            for name, value in vars(self).items()
+            if value != getattr(Case, name, value)
+        ]
         formats = read_formats(self.scheme)
         name = formats if isinstance(formats, str) else "+".join(dict.fromkeys(formats.values()))
         return " ".join([self.gpu, name, *changed])
@@ -83,7 +88,9 @@ def simulate(case: Case) -> Report:
         hardware.has_flashinfer = lambda: case.has_flashinfer
         os.environ.update(hardware.kernel_environment(*case.schemes * case.is_refused))
         if case.disabled:
-            os.environ["VLLM_DISABLED_KERNELS"] = f"{os.environ.get('VLLM_DISABLED_KERNELS', '')},{case.disabled}"
+            os.environ["VLLM_DISABLED_KERNELS"] = (
+                f"{os.environ.get('VLLM_DISABLED_KERNELS', '')},{case.disabled}"
+            )
         stage = "start"
         engine = Engine(case, models[0])
         report.kernels = engine.kernels()
@@ -116,7 +123,11 @@ def prepare_environment(case: Case) -> None:
 
 def build_policy(case: Case, seed: int) -> torch.nn.Module:
     sizes = SIZES | MIXTURES.get(case.family, {})
-    sizes |= {name: 256 for name in ("moe_intermediate_size", "shared_expert_intermediate_size") if name in sizes}
+    sizes |= {
+        name: 256
+        for name in ("moe_intermediate_size", "shared_expert_intermediate_size")
+        if name in sizes
+    }
     return tiny_model(case.family, torch.float32, seed, **sizes)
 
 
@@ -139,18 +150,30 @@ class Engine:
         with tempfile.TemporaryDirectory() as directory:
             writer = CheckpointWriter(policy, tiny_tokenizer(), self.plan)
             writer.write(self.tensors_of(policy), Path(directory))
-            arguments = {"dtype": "bfloat16", "max_model_len": 128, "kv_cache_dtype": case.cache, "seed": 0}
+            arguments = {
+                "dtype": "bfloat16",
+                "max_model_len": 128,
+                "kv_cache_dtype": case.cache,
+                "seed": 0,
+            }
             config = EngineArgs(directory, enforce_eager=True, **arguments).create_engine_config()
-            config.device_config.device, config.device_config.device_type = torch.device("cpu"), "cpu"
+            config.device_config.device, config.device_config.device_type = (
+                torch.device("cpu"),
+                "cpu",
+            )
             with set_current_vllm_config(config):
                 join_group(case.rank)
-                self.model = get_model_loader(config.load_config).load_model(config, config.model_config)
+                self.model = get_model_loader(config.load_config).load_model(
+                    config, config.model_config
+                )
         model = self.model
         if not case.is_repaired:
             worker.repaired_reload = lambda _: nullcontext()
 
         class Worker(worker.RolloutWorker):
-            model_runner = SimpleNamespace(get_model=lambda: model, lora_config=None, model_config=config.model_config)
+            model_runner = SimpleNamespace(
+                get_model=lambda: model, lora_config=None, model_config=config.model_config
+            )
             vllm_config = config
 
             def get_model(self):
@@ -172,7 +195,9 @@ class Engine:
         self.worker.load_rollout_weights(update, weights_iterator=self.tensors_of(policy))
 
     def use(self) -> None:
-        """What a first forward pass leaves behind: scratch of the experts' kernels, which graphs write into."""
+        """What a first forward pass leaves behind: scratch of the experts' kernels, which graphs
+        write into.
+        """
         from vllm.model_executor.layers.fused_moe.moe_permute_unpermute import MoEPermuteScratch
 
         for module in self.model.modules():

@@ -1,7 +1,8 @@
-"""
-Simulates cases in forks of a process that has imported what they share: most of a case's time would be imports.
+"""Simulates cases in forks of a process that has imported what they share: most of a case's time
+would be imports.
 
-    python -m simulated_gpu.forking  # cases on the standard input, a line with a report for each on the output
+    python -m simulated_gpu.forking  # cases on the standard input, a line with a report for each on
+    the output
 """
 
 import dataclasses
@@ -39,7 +40,9 @@ def simulate_all(cases: Iterable[Case]) -> Iterator[tuple[Case, Report]]:
 
 
 def run_all(cases: Iterable[Case]) -> Iterator[str]:
-    """vLLM asks for the GPU while it is imported: so each GPU has a fork, and each of its cases a fork of that."""
+    """vLLM asks for the GPU while it is imported: so each GPU has a fork, and each of its cases a
+    fork of that.
+    """
     import transformers.models.qwen2.modeling_qwen2
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 
@@ -62,7 +65,11 @@ def run_on(gpu: str, cases: list[Case]) -> Iterator[str]:
 
     for case in cases:
         lines = list(fork(lambda case=case: [json.dumps(dataclasses.asdict(simulate(case)))]))
-        report = json.loads(lines[0]) if lines else {"kernels": {}, "faults": {"crash": "its process ended"}}
+        report = (
+            json.loads(lines[0])
+            if lines
+            else {"kernels": {}, "faults": {"crash": "its process ended"}}
+        )
         yield json.dumps([dataclasses.asdict(case), report])
 
 

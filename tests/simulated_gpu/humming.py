@@ -1,8 +1,8 @@
-"""
-A double of the package `humming`, which vLLM's CUDA build requires: kernels for formats that a GPU has no units for.
+"""A double of the package `humming`, which vLLM's CUDA build requires: kernels for formats that a
+GPU has no units for.
 
-Only what vLLM imports. What vLLM does around it (renames and deletes parameters, makes locks, replaces biases) is its
-own code; the weights are permuted, and padded as vLLM asks.
+Only what vLLM imports. What vLLM does around it (renames and deletes parameters, makes locks,
+replaces biases) is its own code; the weights are permuted, and padded as vLLM asks.
 """
 
 import sys
@@ -11,7 +11,13 @@ import types
 import torch
 
 FLOATS = ("4e0m3", "4e2m1", "6e2m3", "6e3m2", "8e3m4", "8e4m3", "8e5m2", "8e8m0", "16", "32")
-DTYPES = [*(f"float{form}" for form in FLOATS), "bfloat16", "int4", "int8", *(f"uint{bits}" for bits in range(2, 9))]
+DTYPES = [
+    *(f"float{form}" for form in FLOATS),
+    "bfloat16",
+    "int4",
+    "int8",
+    *(f"uint{bits}" for bits in range(2, 9)),
+]
 
 
 class DataType(str):
@@ -49,7 +55,9 @@ class InputSchema:
 def transform(config, tensors):
     result = {}
     for name, tensor in tensors.items():
-        rows = tensor.detach()[torch.randperm(len(tensor), generator=torch.Generator().manual_seed(3))]
+        rows = tensor.detach()[
+            torch.randperm(len(tensor), generator=torch.Generator().manual_seed(3))
+        ]
         padding = rows.new_zeros(-len(rows) % config["pad"], *rows.shape[1:])
         result[name] = torch.cat([rows, padding])
     return result
@@ -78,7 +86,9 @@ def install() -> None:
 
 
 def after_vllm() -> None:
-    """vLLM asks the real package whether the GPU multiplies activations of a dtype: here never, as below 8.9."""
+    """vLLM asks the real package whether the GPU multiplies activations of a dtype: here never, as
+    below 8.9.
+    """
     from vllm.model_executor.layers.quantization.utils.humming import linear
 
     linear.check_and_fallback_input_schema = lambda input_schema, **_: input_schema

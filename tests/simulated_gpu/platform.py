@@ -1,8 +1,8 @@
-"""
-vLLM's own platform for CUDA with the compute capability of a chosen GPU, and its compiled operators for loading.
+"""vLLM's own platform for CUDA with the compute capability of a chosen GPU, and its compiled
+operators for loading.
 
-Each repacking operator is a fixed permutation with the real output's shape. So "the same weights give the same kernel
-tensors" can be checked value by value, but nothing can be computed.
+Each repacking operator is a fixed permutation with the real output's shape. So "the same weights
+give the same kernel tensors" can be checked value by value, but nothing can be computed.
 """
 
 import sys
@@ -12,7 +12,14 @@ import torch
 
 from simulated_gpu import humming
 
-GPUS = {"T4": (7, 5), "A100": (8, 0), "RTX 40": (8, 9), "H100": (9, 0), "B200": (10, 0), "RTX 50": (12, 0)}
+GPUS = {
+    "T4": (7, 5),
+    "A100": (8, 0),
+    "RTX 40": (8, 9),
+    "H100": (9, 0),
+    "B200": (10, 0),
+    "RTX 50": (12, 0),
+}
 """One GPU of each generation, with its compute capability."""
 
 COMPILED = (
@@ -59,7 +66,9 @@ installed = {"humming", "deep_gemm"}
 
 
 def install(gpu: str) -> None:
-    """Let vLLM find this GPU. It must not have imported its layers yet: they ask for the platform when imported."""
+    """Let vLLM find this GPU. It must not have imported its layers yet: they ask for the platform
+    when imported.
+    """
     assert "vllm.model_executor" not in sys.modules
     register_operators()
     humming.install()

@@ -1,4 +1,6 @@
-"""The tables in docs/choosing.md: formats by GPU, each with its kind of evidence, and two formats in one engine."""
+"""The tables in docs/choosing.md: formats by GPU, each with its kind of evidence, and two formats
+in one engine.
+"""
 
 from collections.abc import Mapping
 
@@ -35,7 +37,9 @@ def rows(reports: Mapping[Case, Report]) -> str:
     names = [scheme.name for scheme in FORMATS]
     lines = [["your engine runs on", *(f"`{name}`" for name in names)], ["---"] * (len(names) + 1)]
     for row, gpus in ROWS.items():
-        lines.append([row, *(evidence([reports[Case(gpu, name)] for gpu in gpus]) for name in names)])
+        lines.append(
+            [row, *(evidence([reports[Case(gpu, name)] for gpu in gpus]) for name in names)]
+        )
     lines.append(["CPU", *(CPU.get(name, "not tried") for name in names)])
     return table(lines) + "\n" + table(mixed_rows(reports))
 
@@ -46,13 +50,20 @@ def mixed_rows(reports: Mapping[Case, Report]) -> list[list[str]]:
     titles = ["16 bits" if other == "none" else f"`{other}`" for other in others]
     lines = [["in one engine", *(f"with {title}" for title in titles)], ["---"] * (len(others) + 1)]
     for name in dict.fromkeys(scheme for scheme, _ in MIXED):
-        gpus = [[case.gpu for case in MIXED[name, other] if not reports[case].faults] for other in others]
+        gpus = [
+            [case.gpu for case in MIXED[name, other] if not reports[case].faults]
+            for other in others
+        ]
         lines.append([f"`{name}`", *map(", ".join, gpus)])
     return lines
 
 
 def table(lines: list[list[str]]) -> str:
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines).replace("| --- ", "|---").replace("--- |", "---|")
+    return (
+        "".join(f"| {' | '.join(line)} |\n" for line in lines)
+        .replace("| --- ", "|---")
+        .replace("--- |", "---|")
+    )
 
 
 def read() -> str:

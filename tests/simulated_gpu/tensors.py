@@ -1,4 +1,6 @@
-"""What an engine's layers hold, and how it differs after a reload from a fresh start and from what a graph reads."""
+"""What an engine's layers hold, and how it differs after a reload from a fresh start and from what
+a graph reads.
+"""
 
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
@@ -50,12 +52,16 @@ def held_tensors(model: torch.nn.Module) -> dict[str, Held]:
 
 
 def capture(held: Mapping[str, Held]) -> dict[str, torch.Tensor]:
-    """Views of all tensors, for the addresses in a CUDA graph. A view also keeps the memory, unlike a graph."""
+    """Views of all tensors, for the addresses in a CUDA graph. A view also keeps the memory, unlike
+    a graph.
+    """
     return {path: tensor.detach().view_as(tensor) for path, (tensor, _) in held.items()}
 
 
 def sleep(held: Mapping[str, Held]) -> None:
-    """Level 2: what was allocated while loading is lost, except for buffers, which vLLM saves and restores."""
+    """Level 2: what was allocated while loading is lost, except for buffers, which vLLM saves and
+    restores.
+    """
     kept = {tensor.untyped_storage().data_ptr() for tensor, is_buffer in held.values() if is_buffer}
     for tensor, _ in held.values():
         storage = tensor.untyped_storage()
@@ -78,15 +84,21 @@ def compare(
     both = now.keys() & fresh.keys()
     kept = {path for path in now if "_kept_for_graphs" in path}
     faults = {
-        "only in one engine": (now.keys() ^ fresh.keys()) - kept - {path for path in now if "scratch" in path},
-        "unlike a fresh engine": {path for path in both if not same(now[path].tensor, fresh[path].tensor)},
+        "only in one engine": (now.keys() ^ fresh.keys())
+        - kept
+        - {path for path in now if "scratch" in path},
+        "unlike a fresh engine": {
+            path for path in both if not same(now[path].tensor, fresh[path].tensor)
+        },
         "graphs read freed memory": {
             path
             for path, tensor in captured.items()
             if tensor.numel() and tensor.untyped_storage().data_ptr() not in owned
         },
         "graphs read other values": {
-            path for path, tensor in captured.items() if path in both and not same(tensor, fresh[path].tensor)
+            path
+            for path, tensor in captured.items()
+            if path in both and not same(tensor, fresh[path].tensor)
         },
     }
     return {kind: short(paths) for kind, paths in faults.items() if paths}
@@ -97,12 +109,17 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     layout = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in (one, other)]
     if layout[0] != layout[1]:
         return False
-    one, other = (tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other))
+    one, other = (
+        tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)
+    )
     return torch.equal(one, other)
 
 
 def short(paths: Iterable[str]) -> list[str]:
     """Paths without the numbers of layers."""
     return sorted(
-        {".".join(p for p in path.split(".") if not p.isdigit()).removeprefix("model.layers.") for path in paths}
+        {
+            ".".join(p for p in path.split(".") if not p.isdigit()).removeprefix("model.layers.")
+            for path in paths
+        }
     )

@@ -7,9 +7,20 @@ from datasets import Dataset
 from tiny import tiny_model, tiny_tokenizer
 from trl import GRPOConfig, GRPOTrainer
 
-from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer, QuRLPPOConfig, QuRLPPOTrainer, QuRLRLOOConfig, QuRLRLOOTrainer
+from trl_qurl import (
+    QuRLGRPOConfig,
+    QuRLGRPOTrainer,
+    QuRLPPOConfig,
+    QuRLPPOTrainer,
+    QuRLRLOOConfig,
+    QuRLRLOOTrainer,
+)
 
-CONFIGS = {QuRLGRPOTrainer: QuRLGRPOConfig, QuRLRLOOTrainer: QuRLRLOOConfig, QuRLPPOTrainer: QuRLPPOConfig}
+CONFIGS = {
+    QuRLGRPOTrainer: QuRLGRPOConfig,
+    QuRLRLOOTrainer: QuRLRLOOConfig,
+    QuRLPPOTrainer: QuRLPPOConfig,
+}
 TRLS = {GRPOTrainer: GRPOConfig}
 SETTINGS = {
     "use_cpu": True,
@@ -38,7 +49,13 @@ def settings_of(cls: type, directory: Path, **settings: Any) -> Any:
 
 
 def build(
-    cls: type, directory: Path, *, model: Any = None, function: Any = reward, data: Any = PROMPTS, **given: Any
+    cls: type,
+    directory: Path,
+    *,
+    model: Any = None,
+    function: Any = reward,
+    data: Any = PROMPTS,
+    **given: Any,
 ) -> Any:
     """A trainer of a tiny model, unless it is refused."""
     given = {"args": settings_of(cls, directory), "processing_class": tiny_tokenizer()} | given

@@ -1,7 +1,7 @@
 """Check a command: its program, files, targets, subcommands and options exist.
 
-`trl-qurl` lines and those of training scripts go through the real parsers, with stand-ins for the reader's own files.
-Third-party programs are only known by name.
+`trl-qurl` lines and those of training scripts go through the real parsers, with stand-ins for the
+reader's own files. Third-party programs are only known by name.
 """
 
 import importlib.util
@@ -67,7 +67,9 @@ def check_sbatch(words: list[str]) -> None:
 
 
 def check_docker(words: list[str]) -> None:
-    """`docker build` of an existing file, or `docker run` with arguments for `trl-qurl` after the image."""
+    """`docker build` of an existing file, or `docker run` with arguments for `trl-qurl` after the
+    image.
+    """
     if words[0] == "build":
         name = words[words.index("--file") + 1] if "--file" in words else "Dockerfile"
         assert (ROOT / name).exists() and words[-1] == ".", words
@@ -81,7 +83,9 @@ def check_accelerate(words: list[str]) -> None:
     assert words[0] == "launch"
     args = launch_command_parser().parse_args(words[1:])
     assert args.config_file is None or file_of(args.config_file).suffix == ".yaml"
-    check_python([*(["-m"] if args.module else []), args.training_script, *args.training_script_args])
+    check_python(
+        [*(["-m"] if args.module else []), args.training_script, *args.training_script_args]
+    )
 
 
 def check_python(words: list[str]) -> None:
@@ -99,7 +103,8 @@ def check_python(words: list[str]) -> None:
         if script.name == f"gsm8k_{kind}.py":
             TrlParser(config).parse_args_and_config([*words[2:], "--output_dir", "policy", *ON_CPU])
             return None
-    sources = "".join(path.read_text() for path in script.parent.glob("*.py"))  # with the modules it imports
+    # with the modules it imports
+    sources = "".join(path.read_text() for path in script.parent.glob("*.py"))
     for option in words[2:]:
         assert not option.startswith("--") or f'"{option}"' in sources, f"{script.name} {option}"
 
@@ -113,7 +118,9 @@ def check_trl_qurl(words: list[str]) -> None:
         for run in map(str, args.runs):
             assert "/" not in run or list(ROOT.glob(run)), run
     if extra:  # for vLLM
-        vllm = pytest.importorskip("vllm.engine.arg_utils", reason="options of vLLM's server need vLLM")
+        vllm = pytest.importorskip(
+            "vllm.engine.arg_utils", reason="options of vLLM's server need vLLM"
+        )
         fields = {field.replace("_", "-") for field in vllm.AsyncEngineArgs.__dataclass_fields__}
         assert {word[2:] for word in extra if word.startswith("--")} <= fields
 

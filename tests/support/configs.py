@@ -9,7 +9,8 @@ from trl_qurl import QuRLGRPOConfig
 PLAIN = {"use_cpu": True, "bf16": False, "report_to": []}
 """What any machine can do, whatever it has."""
 if "activation_checkpointing" in {field.name for field in fields(GRPOConfig)}:
-    PLAIN["activation_checkpointing"] = True  # transformers from 5.23 on warns of the name by which TRL sets it
+    # transformers from 5.23 on warns of the name by which TRL sets it
+    PLAIN["activation_checkpointing"] = True
 
 SEVERAL_UPDATES = {"steps_per_generation": 4, "gradient_accumulation_steps": 1}
 """Four updates per rollout: the objective acts, and nothing is warned of."""

@@ -34,7 +34,12 @@ IDS = torch.randint(3, 48, (2, 12), generator=torch.Generator().manual_seed(0))
 
 def dense_model(variant: str = "llama", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """A tiny model with weights so large that each layer matters to the logits."""
-    options = {"hidden_size": 32, "intermediate_size": 40, "head_dim": 8, "tie_word_embeddings": False}
+    options = {
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "head_dim": 8,
+        "tie_word_embeddings": False,
+    }
     options |= {"initializer_range": 0.3, **VARIANTS[variant]}
     return tiny_model(options.pop("model_type"), dtype, **options).eval()
 

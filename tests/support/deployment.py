@@ -51,7 +51,9 @@ class Deployment:
         self.end = threading.Timer(0, lambda: None)
 
     def start(self) -> Server:
-        self.server = Server(self.model, self.directory, *self.options, port=self.port, python=self.python)
+        self.server = Server(
+            self.model, self.directory, *self.options, port=self.port, python=self.python
+        )
         threading.Thread(target=self._restart, args=[self.server], daemon=True).start()
         return self.server
 
@@ -89,9 +91,12 @@ class Deployment:
         self.end.start()
 
     def lose_engine(self) -> None:
-        """Stop what is behind the HTTP server, and kill it a second later, as the system does when memory is short."""
+        """Stop what is behind the HTTP server, and kill it a second later, as the system does when
+        memory is short.
+        """
         processes = [psutil.Process(number) for number in self.server.survivors()]
-        large = [process for process in processes if process.memory_info().rss > 10**8]  # stand-ins are small
+        # stand-ins are small
+        large = [process for process in processes if process.memory_info().rss > 10**8]
         behind = [process for process in large if not self._listens(process)]
         assert behind and len(large) > len(behind)
         for process in behind:
@@ -115,18 +120,27 @@ class Deployment:
 
     def config(self, **settings: Any) -> dict[str, Any]:
         url = f"http://127.0.0.1:{self.port}"
-        return SETTINGS | {"vllm_server_base_url": url, "rollout_checkpoint_dir": str(self.rollouts)} | settings
+        return (
+            SETTINGS
+            | {"vllm_server_base_url": url, "rollout_checkpoint_dir": str(self.rollouts)}
+            | settings
+        )
 
-    def trainer(self, model: Any = None, peft_config: Any = None, **settings: Any) -> QuRLGRPOTrainer:
+    def trainer(
+        self, model: Any = None, peft_config: Any = None, **settings: Any
+    ) -> QuRLGRPOTrainer:
         trainer = QuRLGRPOTrainer(
             model=model or str(self.model),
-            reward_funcs=lambda completions, **kwargs: [len(set(completion)) / 8 for completion in completions],
+            reward_funcs=lambda completions, **kwargs: [
+                len(set(completion)) / 8 for completion in completions
+            ],
             args=QuRLGRPOConfig(str(self.directory / "out"), **self.config(**settings)),
             train_dataset=Dataset.from_dict({"prompt": ["ab", "cd", "e", "fgh"] * 4}),
             processing_class=tiny_tokenizer(),
             peft_config=peft_config,
         )
-        # Without a seed per request, the order in which requests arrive would decide. As a setting it is refused.
+        # Without a seed per request, the order in which requests arrive would decide. As a setting
+        # it is refused.
         trainer.vllm_generation.generation_kwargs["seed"] = 7
         return trainer
 
@@ -150,7 +164,9 @@ def interrupt(owner: object, method: str, act: Callable[[], Any]) -> None:
 
 def history(trainer: QuRLGRPOTrainer) -> list[list[float | None]]:
     """`COMPUTED` of each update."""
-    return [[row.get(name) for name in COMPUTED] for row in trainer.state.log_history if "loss" in row]
+    return [
+        [row.get(name) for name in COMPUTED] for row in trainer.state.log_history if "loss" in row
+    ]
 
 
 def recoveries(trainer: QuRLGRPOTrainer) -> float:
@@ -169,7 +185,9 @@ def at_step(step: int, act: Callable[[], Any]) -> TrainerCallback:
 
 
 def answering_500(deployment: Deployment, failures: dict[str, int]) -> AbstractContextManager[str]:
-    """A proxy of the server that answers HTTP 500 to so many requests of each path, and counts them down."""
+    """A proxy of the server that answers HTTP 500 to so many requests of each path, and counts them
+    down.
+    """
 
     class Proxy(JSONHandler):
         protocol_version = "HTTP/1.0"

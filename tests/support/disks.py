@@ -12,9 +12,12 @@ import pytest
 def mounted(directory: Path, options: str) -> Iterator[Path]:
     """Make a directory and mount a tmpfs there, with options such as `size=64k` or `ro`."""
     directory.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", directory], capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", directory], capture_output=True
+    ).returncode:
         pytest.skip("mounting a tmpfs needs privileges")
     try:
         yield directory
     finally:
-        subprocess.run(["umount", "--lazy", directory], check=True)  # a trainer may still hold its lock there
+        # a trainer may still hold its lock there
+        subprocess.run(["umount", "--lazy", directory], check=True)

@@ -1,4 +1,6 @@
-"""What the tests of losses share: a trainer in this process, random batches, log-probabilities and gradients."""
+"""What the tests of losses share: a trainer in this process, random batches, log-probabilities and
+gradients.
+"""
 
 import os
 from collections.abc import Iterator
@@ -13,7 +15,13 @@ from conftest import DISTRIBUTED_VARIABLES
 from datasets import Dataset
 from tiny import ENGINE
 
-SETTINGS = {"report_to": [], "use_cpu": True, "bf16": False, "vllm_max_model_length": 64, "vllm_engine_kwargs": ENGINE}
+SETTINGS = {
+    "report_to": [],
+    "use_cpu": True,
+    "bf16": False,
+    "vllm_max_model_length": 64,
+    "vllm_engine_kwargs": ENGINE,
+}
 PROMPTS = ["ab", "cd", "ef", "gh"]
 ROWS = [{"prompt": prompt} for prompt in PROMPTS for _ in range(4)]
 CAP, EPSILON_LOW, EPSILON_HIGH = 2.0, 0.2, 0.28
@@ -23,7 +31,8 @@ Batch = dict[str, Any]
 
 def ready(trainer: Any) -> Any:
     """Return a new trainer, set to train."""
-    # TRL leaves a rank in the environment for its engine, which later tests of this process would take for theirs.
+    # TRL leaves a rank in the environment for its engine, which later tests of this process would
+    # take for theirs.
     for name in DISTRIBUTED_VARIABLES:
         os.environ.pop(name, None)
     trainer.model.train()
@@ -31,7 +40,9 @@ def ready(trainer: Any) -> Any:
 
 
 def build(kind: Any, directory: Any, model: Any, reward: Any, *others: Any, **settings: Any) -> Any:
-    """Return a new GRPO or RLOO trainer of four prompts with four completions each, its arguments in TRL's order."""
+    """Return a new GRPO or RLOO trainer of four prompts with four completions each, its arguments
+    in TRL's order.
+    """
     config = kind._config_class(
         str(directory),
         per_device_train_batch_size=4,
@@ -61,7 +72,9 @@ def logps_of(trainer: Any, inputs: Batch) -> torch.Tensor:
     input_ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
     mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
     length = inputs["completion_ids"].size(1)
-    return trainer._get_per_token_logps_and_entropies(trainer.model, input_ids, mask, length, compute_entropy=True)[0]
+    return trainer._get_per_token_logps_and_entropies(
+        trainer.model, input_ids, mask, length, compute_entropy=True
+    )[0]
 
 
 def our_loss(trainer: Any, batch: Batch) -> torch.Tensor:
@@ -72,7 +85,9 @@ def our_loss(trainer: Any, batch: Batch) -> torch.Tensor:
 def gradients(trainer: Any, loss: torch.Tensor) -> dict[str, torch.Tensor]:
     trainer.model.zero_grad()
     loss.backward()
-    return {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None}
+    return {
+        name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None
+    }
 
 
 @contextmanager

@@ -24,8 +24,16 @@ class JSONHandler(BaseHTTPRequestHandler):
     do_POST = do_GET
 
     def send(self, status: int, answer: Any) -> None:
-        """Answer with bytes as they are, nothing for an empty string, and JSON for anything else."""
-        text = answer if isinstance(answer, bytes) else b"" if answer == "" else json.dumps(answer).encode()
+        """Answer with bytes as they are, nothing for an empty
+        string, and JSON for anything else.
+        """
+        text = (
+            answer
+            if isinstance(answer, bytes)
+            else b""
+            if answer == ""
+            else json.dumps(answer).encode()
+        )
         self.send_response(status)
         self.send_header("Content-Length", str(len(text)))
         self.end_headers()

@@ -7,8 +7,9 @@ from conftest import SATURATES
 
 Record = dict[str, Any]
 
-# An engine that started from the same checkpoint runs the same kernels on the same bytes, so its figures are the same
-# to the last bit. The slack is for machines where the thread count changes the order of sums.
+# An engine that started from the same checkpoint runs the same kernels on the same bytes, so its
+# figures are the same to the last bit. The slack is for machines where the thread count changes the
+# order of sums.
 SAME = 1e-4
 MOVED = 1e-2
 
@@ -33,20 +34,28 @@ def rollout_rows(record: Record) -> list[Record]:
 def metrics_by_step(record: Record) -> dict[int, Record]:
     """Metrics that a resumed run has to repeat, by step."""
     return {
-        row["step"]: {name: value for name, value in row.items() if not name.startswith(NOT_RESTORED)}
+        row["step"]: {
+            name: value for name, value in row.items() if not name.startswith(NOT_RESTORED)
+        }
         for row in record["history"]
         if "loss" in row
     }
 
 
 def assert_moved(record: Record, is_lora: bool = False) -> None:
-    """Training changed what the engine computes; UAQ scaled the policy, but not below an adapter."""
-    assert record["probe_end"] != pytest.approx(record["probe_start"], abs=MOVED), "training did not reach the engine"
+    """Training changed what the engine computes; UAQ scaled the
+    policy, but not below an adapter.
+    """
+    assert record["probe_end"] != pytest.approx(record["probe_start"], abs=MOVED), (
+        "training did not reach the engine"
+    )
     assert record["adapter_untouched"]
     assert record["uaq_scale"] == (1.0 if is_lora else 1.5)
 
 
-def assert_synced(record: Record, fresh: list[float], lora: bool = False, tolerance: float = SAME) -> None:
+def assert_synced(
+    record: Record, fresh: list[float], lora: bool = False, tolerance: float = SAME
+) -> None:
     """The engine computes what a fresh one does with the same weights."""
     assert record["probe_end"] == pytest.approx(fresh, abs=tolerance)
     assert_moved(record, lora)
@@ -54,15 +63,18 @@ def assert_synced(record: Record, fresh: list[float], lora: bool = False, tolera
 
 def assert_sends_everything(record: Record) -> None:
     """Every sync sent as many bytes as the first."""
-    assert {row["sync/sent_mb"] for row in record["history"] if "sync/sent_mb" in row} == {record["whole_mb"]}
+    assert {row["sync/sent_mb"] for row in record["history"] if "sync/sent_mb" in row} == {
+        record["whole_mb"]
+    }
 
 
 def assert_metrics(history: list[Record], scheme: str | None) -> None:
     """The mismatch of each rollout is that of the format, and its times were measured."""
     is_coarse = scheme == "w4a16" or SATURATES
     for row in rollout_rows({"history": history}):
-        # 8-bit rollouts of this model differ by about 1e-5 nats, unquantized ones by 1e-6; a wrong weight by 1e-3.
-        # With four bits, or sums that saturate, rounding is as large as that: the probe and the fresh engine decide.
+        # 8-bit rollouts of this model differ by about 1e-5 nats, unquantized ones by 1e-6; a wrong
+        # weight by 1e-3. With four bits, or sums that saturate, rounding is as large as that: the
+        # probe and the fresh engine decide.
         assert 0 <= row["mismatch/kl_k3"] < (2e-2 if is_coarse else 2e-4)
         assert row["mismatch/ratio_max"] < (3 if is_coarse else 1.5)
         assert (0.9 if is_coarse else 0.99) < row["mismatch/ess"] <= 1

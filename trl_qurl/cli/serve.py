@@ -10,11 +10,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `trl-qurl serve`."""
     key = "Needs an API key in the environment variable VLLM_API_KEY, for every request"
     parser.epilog = f"{key}; set the same for the trainer. Nothing is encrypted."
-    parser.add_argument("model", metavar="MODEL", help="full-precision model: name on the Hub, or a local directory")
+    parser.add_argument(
+        "model", metavar="MODEL", help="full-precision model: name on the Hub, or a local directory"
+    )
     add_scheme(parser, " (default: %(default)s)", default="int8")
     add_ignore(parser)
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=8000, help="port to listen on (default: %(default)s)")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--port", type=int, default=8000, help="port to listen on (default: %(default)s)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -49,4 +55,6 @@ def run(args: argparse.Namespace) -> int:
     check_cpu_build(config, {scheme.name: scheme for scheme in schemes}, options)
     if formats is not None:
         model = str(launch.starting_checkpoint(model, formats, args.ignore, options))
-    return launch.run_server(launch.server_command(model, args.host, args.port, args.extra_args), environment)
+    return launch.run_server(
+        launch.server_command(model, args.host, args.port, args.extra_args), environment
+    )

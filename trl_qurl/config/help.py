@@ -1,4 +1,6 @@
-"""Command-line help from the docstrings of configurations, so each setting is described only once."""
+"""Command-line help from the docstrings of configurations, so
+each setting is described only once.
+"""
 
 import dataclasses
 import inspect
@@ -13,7 +15,9 @@ Config = TypeVar("Config", bound=type)
 
 
 def with_help(config: Config) -> Config:
-    """Set each field's help to the first sentence of its docstring entry, unless the field already has help."""
+    """Set each field's help to the first sentence of its docstring entry, unless the field already
+    has help.
+    """
     fields = {field.name: field for field in dataclasses.fields(config)}
     for entry in ENTRY.finditer(inspect.getdoc(config) or ""):
         field = fields.get(entry["name"])

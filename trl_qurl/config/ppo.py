@@ -20,32 +20,35 @@ FITTING = {
 @with_help
 @dataclass
 class QuRLPPOConfig(QuRLGRPOConfig):
-    """[`QuRLGRPOConfig`] plus the settings of the critic. Only new fields and fields with a new default or meaning are
-    listed.
+    """[`QuRLGRPOConfig`] plus the settings of the critic. Only new fields and fields with a new
+    default or meaning are listed.
 
     Defaults marked "verl" come from verl, the framework of the paper's PPO run.
 
     > Advantages
 
     Args:
-        gamma: Discount γ per token, in [0, 1] (verl). Below 1, early tokens of a long answer see little of its reward.
-        gae_lambda: λ of generalized advantage estimation (verl): 1 trusts the rewards, 0 the critic.
+        gamma: Discount γ per token, in [0, 1] (verl). Below 1, early tokens of a long answer see
+            little of its reward.
+        gae_lambda: λ of generalized advantage estimation (verl): 1 trusts the rewards, 0 the
+            critic.
 
     > Critic
 
-        value_clip_range: How far a value may move from its rollout-time estimate before its loss is clipped, in units
-            of reward (verl). `None` for no clipping.
-        critic_warmup_steps: Number of initial optimizer steps in which only the critic learns. The policy's schedule
-            counts them.
-        critic_learning_rate: Constant learning rate of the critic, as in the paper's GSM8K run and verl.
+        value_clip_range: How far a value may move from its rollout-time estimate before its loss is
+            clipped, in units of reward (verl). `None` for no clipping.
+        critic_warmup_steps: Number of initial optimizer steps in which only the critic learns. The
+            policy's schedule counts them.
+        critic_learning_rate: Constant learning rate of the critic, as in the paper's GSM8K run and
+            verl.
 
     > Changed defaults
 
         num_generations: Completions per prompt, at least 1: a critic needs no group.
         scale_rewards: TRL's scaling of rewards within groups; only `none` works with a critic.
 
-    The critic shares all other settings with the policy: optimizer, betas, weight decay (`optim`, `adam_beta1`, ...),
-    `max_grad_norm`, `gradient_checkpointing`, `model_init_kwargs`.
+    The critic shares all other settings with the policy: optimizer, betas, weight decay (`optim`,
+    `adam_beta1`, ...), `max_grad_norm`, `gradient_checkpointing`, `model_init_kwargs`.
     """
 
     num_generations: int = 1
@@ -65,7 +68,8 @@ class QuRLPPOConfig(QuRLGRPOConfig):
             check_choice(self, name, allowed, " with a critic")
         generations = self.num_generations
         if generations == 1:
-            # TRL refuses groups of one, but a critic needs no groups: let TRL check the batch sizes for another size.
+            # TRL refuses groups of one, but a critic needs no groups: let TRL check the batch sizes
+            # for another size.
             self.num_generations_eval = self.num_generations_eval or 1  # type: ignore[has-type]
             self.num_generations = max(self.per_device_train_batch_size, 2)
         super().__post_init__()
@@ -73,5 +77,10 @@ class QuRLPPOConfig(QuRLGRPOConfig):
         check_number(self, "gamma", lambda x: 0 <= x <= 1, "in [0, 1] (verl's setting is 1)")
         check_number(self, "gae_lambda", lambda x: 0 <= x <= 1, "in [0, 1] (verl's setting is 1)")
         check_number(self, "critic_learning_rate", lambda x: 0 < x < inf, "positive and finite")
-        check_number(self, "critic_warmup_steps", lambda n: n >= 0, "a number of optimizer steps, or 0 for none")
+        check_number(
+            self,
+            "critic_warmup_steps",
+            lambda n: n >= 0,
+            "a number of optimizer steps, or 0 for none",
+        )
         check_number(self, "value_clip_range", lambda x: x > 0, "positive, or None for no clipping")

@@ -32,7 +32,11 @@ def add_options(parser: argparse.ArgumentParser, output: Path) -> None:
     add_ignore(parser)
     add_kwargs(parser)
     parser.add_argument(
-        "-o", "--output", type=Path, default=output, help="JSON file with all results (default: %(default)s)"
+        "-o",
+        "--output",
+        type=Path,
+        default=output,
+        help="JSON file with all results (default: %(default)s)",
     )
 
 
@@ -47,17 +51,23 @@ def split_schemes(text: str) -> list[str]:
 
 
 def read_schemes(names: Sequence[str]) -> dict[str, Formats]:
-    """Return formats, as `--scheme` lists them, by short name; `ValueError` if one is unknown or there twice."""
+    """Return formats, as `--scheme` lists them, by short name; `ValueError` if one is unknown or
+    there twice.
+    """
     from trl_qurl.quantization.plan import format_name, read_formats
 
-    formats: dict[str, Formats] = {format_name(form := read_formats(name, "--scheme")): form for name in names}
+    formats: dict[str, Formats] = {
+        format_name(form := read_formats(name, "--scheme")): form for name in names
+    }
     if len(formats) < len(names):
         raise ValueError(f"--scheme is {','.join(names)}: list each format once.")
     return formats
 
 
 def add_kwargs(
-    parser: argparse.ArgumentParser, option: str = "--engine-kwargs", help: str = "extra arguments for vllm.LLM"
+    parser: argparse.ArgumentParser,
+    option: str = "--engine-kwargs",
+    help: str = "extra arguments for vllm.LLM",
 ) -> None:
     """Add an option with a JSON dictionary, also to `trl-qurl eval`."""
     parser.add_argument(option, type=json_dictionary, default={}, metavar="JSON", help=help)
@@ -81,22 +91,28 @@ def check_output(path: Path) -> None:
 
 
 def candidates(names: Sequence[str] | None) -> dict[str, Formats]:
-    """Return the named formats without 16 bits, the baseline; without names, all with kernels on this machine."""
+    """Return the named formats without 16 bits, the baseline; without names, all with kernels on
+    this machine.
+    """
     from trl_qurl.rollout.engine.hardware import available_formats
 
     formats = read_schemes(available_formats() if names is None else names)
     if formats.keys() == {BASELINE}:
-        raise ValueError("--scheme is none, but 16 bits are always measured: name a format to compare with them.")
+        raise ValueError(
+            "--scheme is none, but 16 bits are always measured: name a format to compare with them."
+        )
     return {name: form for name, form in formats.items() if form is not None}
 
 
 def fitting_formats(
     model: Any, names: Sequence[str] | None, ignore: Sequence[str], say: Callable[[str], None]
 ) -> dict[str, Formats]:
-    """Return the named formats; without `names`, all that fit the model: `say` gets a message for each other one.
+    """Return the named formats; without `names`, all that fit the model: `say` gets a message for
+    each other one.
 
-    The model's weights are not needed. Raises `ValueError` if a requested format does not fit, or there is nothing to
-    quantize; `kernel_environment` warns and raises here, too, because the engines' processes are silent.
+    The model's weights are not needed. Raises `ValueError` if a requested format does not fit, or
+    there is nothing to quantize; `kernel_environment` warns and raises here, too, because the
+    engines' processes are silent.
     """
     from trl_qurl.quantization.plan import make_plan, schemes_of
     from trl_qurl.rollout.engine.hardware import kernel_environment
@@ -115,7 +131,9 @@ def fitting_formats(
 
 
 def label(name: str | Mapping[str, str]) -> str:
-    """Return the display name of a format, or formats by pattern, keeping what follows it, as in `int8, 3 kept`."""
+    """Return the display name of a format, or formats by pattern, keeping what follows it, as in
+    `int8, 3 kept`.
+    """
     name = "-".join(dict.fromkeys(name.values())) if isinstance(name, Mapping) else name
     scheme, comma, rest = name.partition(",")
     return "16 bits" if name == BASELINE else scheme.upper() + comma + rest
@@ -126,7 +144,9 @@ def new_table(title: str, caption: str, names: Sequence[str], figures: Sequence[
     from rich import box
     from rich.table import Table
 
-    table = Table(title=title, caption=caption, caption_justify="left", box=box.SIMPLE_HEAD, padding=0)
+    table = Table(
+        title=title, caption=caption, caption_justify="left", box=box.SIMPLE_HEAD, padding=0
+    )
     for heading in names:
         table.add_column(heading, overflow="fold", min_width=6)
     for heading in figures:

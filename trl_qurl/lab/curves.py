@@ -1,6 +1,7 @@
 """Metrics of a run over rollouts.
 
-Rollouts are counted instead of optimizer steps, so runs with different numbers of updates per rollout are comparable.
+Rollouts are counted instead of optimizer steps, so runs with different numbers of updates per
+rollout are comparable.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ Values = NDArray[np.float64]
 FINAL_ROLLOUTS = 20
 """Number of rollouts to average for a final value, because single rollouts are noisy."""
 
-# Okabe and Ito's colors, except for yellow: it is too light for a line. Dashes are for print and color-blind readers.
+# Okabe and Ito's colors, except for yellow: it is too light for a line. Dashes are for print and
+# color-blind readers.
 COLORS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 DASHES = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5)), (0, (3, 1, 1, 1, 1, 1)))
 
@@ -31,9 +33,15 @@ class Points(NamedTuple):
 
 
 def points_of(run: Run, metric: str) -> Points:
-    """Return the finite values of a metric over rollouts. A row from within a rollout counts for that rollout."""
+    """Return the finite values of a metric over rollouts. A row from within a rollout counts for
+    that rollout.
+    """
     updates = run.settings.get("updates_per_rollout") or 1
-    logged = [(math.ceil(step / updates), value) for step, value in run.series(metric) if math.isfinite(value)]
+    logged = [
+        (math.ceil(step / updates), value)
+        for step, value in run.series(metric)
+        if math.isfinite(value)
+    ]
     return Points(*np.array(logged, dtype=np.float64).reshape(-1, 2).T)
 
 
@@ -44,13 +52,19 @@ def final_value(points: Points, window: int = FINAL_ROLLOUTS) -> float | None:
 
 
 def interval(points: Points, answers: Points) -> tuple[Values, Values]:
-    """Return the ends of Wilson's 95 % intervals of shares of right answers; `answers` counts them at each point."""
+    """Return the ends of Wilson's 95 % intervals of shares of right answers; `answers` counts them
+    at each point.
+    """
     z2, n, share = 1.96**2, np.interp(points.rollouts, *answers), points.values
     half = np.sqrt(z2 * (share * (1 - share) + z2 / (4 * n)) / n)
-    return (share + z2 / (2 * n) - half) / (1 + z2 / n), (share + z2 / (2 * n) + half) / (1 + z2 / n)
+    return (share + z2 / (2 * n) - half) / (1 + z2 / n), (share + z2 / (2 * n) + half) / (
+        1 + z2 / n
+    )
 
 
 def smooth(points: Points, window: float) -> Points:
-    """Average each value with those within (window − 1) / 2 rollouts, because single rollouts are noisy."""
+    """Average each value with those within (window − 1) / 2 rollouts, because single rollouts are
+    noisy.
+    """
     near = np.abs(points.rollouts[:, None] - points.rollouts) <= (window - 1) / 2  # (N, N)
     return Points(points.rollouts, near @ points.values / near.sum(1))

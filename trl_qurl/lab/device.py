@@ -1,4 +1,6 @@
-"""Settings that depend on this machine's device: the 16-bit type, and fixes for TRL defaults that fail on a CPU."""
+"""Settings that depend on this machine's device: the 16-bit type, and fixes for TRL defaults that
+fail on a CPU.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,9 @@ import os
 import platform
 
 BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")
-"""Torch's names of instructions that multiply bfloat16 (x86, x86, ARM). Without them, bfloat16 is emulated."""
+"""Torch's names of instructions that multiply bfloat16 (x86, x86, ARM). Without them, bfloat16 is
+emulated.
+"""
 
 
 def cpu_settings() -> dict[str, bool]:
@@ -23,8 +27,9 @@ def cpu_settings() -> dict[str, bool]:
 def keep_freed_memory() -> None:
     """Make glibc keep freed memory on a CPU, unless a `MALLOC_` variable is set.
 
-    A step allocates and frees gigabytes. By default, glibc returns large blocks to the system, and pays a page fault
-    for every 4 KB when it needs them again: an update of SmolLM2-135M took 3.0 s instead of 2.3 s.
+    A step allocates and frees gigabytes. By default, glibc returns large blocks to the system, and
+    pays a page fault for every 4 KB when it needs them again: an update of SmolLM2-135M took 3.0 s
+    instead of 2.3 s.
     """
     import torch
 
@@ -43,6 +48,7 @@ def full_precision() -> tuple[str, str]:
     """
     import torch
 
-    if torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False):  # Turing
+    # Turing
+    if torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False):
         return "FP16", "float16"
     return "BF16", "bfloat16"

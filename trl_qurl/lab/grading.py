@@ -2,12 +2,14 @@ r"""What a reference answer is, and which completions are right.
 
 A reference is one of three kinds, in this order:
 
-1. a number, with or without a currency or a unit: TRL's reward compares the number, and units are ignored;
+1. a number, with or without a currency or a unit: TRL's reward compares the number, and units are
+   ignored;
 2. a text: a word, a single letter, or a code such as B12, a date or a time, compared as text;
 3. a formula: TRL's reward compares it with math-verify.
 
-To math-verify a word is a product of letters, so `\boxed{Siarp}` would be right for Paris. It also reads only some
-ways to write a number. `tests/grading_pairs.py` shows what is right and what is wrong.
+To math-verify a word is a product of letters, so `\boxed{Siarp}` would be right for Paris. It also
+reads only some ways to write a number. `tests/grading_pairs.py` shows what is right and what is
+wrong.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ NUMBER = re.compile(
     rf"""(?P<sign>[-+]?)\s?(?:[€£¥₹]|Rs\.?|USD|EUR|GBP)?\s?
     (?:
         (?:(?P<whole>\d{{1,99}})\s)?(?P<top>\d{{1,99}})\s?/\s?(?P<bottom>\d{{1,99}})
-        | (?P<digits>\d{{1,3}}(?P<comma>[,\s])\d{{3}}(?:(?P=comma)\d{{3}})*(?:\.\d+)?|\d+(?:\.\d*)?|\.\d+)
+        | (?P<digits>
+            \d{{1,3}}(?P<comma>[,\s])\d{{3}}(?:(?P=comma)\d{{3}})*(?:\.\d+)?|\d+(?:\.\d*)?|\.\d+)
           (?:e(?P<power>[-+]?\d{{1,2}}))?
     )
     (?:\s(?P<scale>{"|".join(SCALES)})s?\b)?
@@ -67,7 +70,8 @@ VARIABLES = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{1,2}$")  # at the end of a form
 
 
 def as_solution(answer: str) -> str:
-    r"""Return the final answer of a text: `$18$` for a number, `$\text{Paris}$` for a text, `$x + 1$` for a formula.
+    r"""Return the final answer of a text: `$18$` for a number, `$\text{Paris}$` for a text, `$x +
+    1$` for a formula.
 
     The final answer is in the last `\boxed{}`, or follows `####`. A solution stays as it is.
     """
@@ -87,8 +91,8 @@ def is_text(solution: str) -> bool:
 def accuracy_reward(completions: list[Any], solution: list[str], **kwargs: Any) -> list[float]:
     r"""Reward function: 1 if the `\boxed{}` of a completion holds the solution, else 0.
 
-    Numbers and formulas are compared by TRL's `accuracy_reward`, which gets all arguments and reads boxes that are
-    close to each other as a list. If the solution is a text, every box must hold it.
+    Numbers and formulas are compared by TRL's `accuracy_reward`, which gets all arguments and reads
+    boxes that are close to each other as a list. If the solution is a text, every box must hold it.
 
     Args:
         completions: Conversations; the first message is graded.
@@ -104,14 +108,19 @@ def accuracy_reward(completions: list[Any], solution: list[str], **kwargs: Any) 
         if is_text(right):
             is_right = {_as_words(box) for box in boxes} == {_as_words(right)}
         else:
-            is_same = {_as_formula(box) for box in boxes} == {_as_formula(right)}  # TRL cannot read all formulas
+            # TRL cannot read all formulas
+            is_same = {_as_formula(box) for box in boxes} == {_as_formula(right)}
             is_right = bool(boxes) and (is_equal or is_same)
         rewards.append(float(is_right))
     return rewards
 
 
-def _compare_formulas(split: list[list[str]], solutions: list[str], kwargs: dict[str, Any]) -> list[bool]:
-    """Compare boxes with solutions by TRL's reward, with and without percent signs: to it, 12.5% is only 0.125."""
+def _compare_formulas(
+    split: list[list[str]], solutions: list[str], kwargs: dict[str, Any]
+) -> list[bool]:
+    """Compare boxes with solutions by TRL's reward, with and without percent signs: to it, 12.5% is
+    only 0.125.
+    """
     from trl.rewards import accuracy_reward as compare
 
     texts = []
@@ -132,9 +141,12 @@ def _compare_formulas(split: list[list[str]], solutions: list[str], kwargs: dict
 
 
 def _for_trl(formula: str) -> str:
-    """Keep TRL from dropping primes, and variables that it takes for units, so that `3t` would equal 3."""
+    """Keep TRL from dropping primes, and variables that it takes for units, so that `3t` would
+    equal 3.
+    """
     formula = formula.replace("'", "^{\\prime}")
-    formula = re.sub(r"\\sqrt\s?(\d)", r"\\sqrt{\1}", formula)  # TeX that TRL does not read in a box
+    # TeX that TRL does not read in a box
+    formula = re.sub(r"\\sqrt\s?(\d)", r"\\sqrt{\1}", formula)
     *before, last = re.split(r"[\d}]", formula)
     has_unit = bool(before) and _is_unit(last)
     if VARIABLES.search(formula) and not has_unit:
@@ -143,7 +155,9 @@ def _for_trl(formula: str) -> str:
 
 
 def _split_at_boxes(text: str) -> list[str]:
-    r"""Return the text before a `\boxed{}`, what the box holds, the text up to the next one, what that holds, ..."""
+    r"""Return the text before a `\boxed{}`, what the box holds, the text up to the next one, what
+    that holds, ...
+    """
     parts = []
     start = 0
     opened: list[re.Match[str]] = []
@@ -170,7 +184,9 @@ def _as_formula(text: str) -> str:
 
 
 def _as_number(plain: str) -> str | None:
-    r"""Return `-12500`, `0.5`, `50\%` or `\frac{3}{2}` for a number as people write it, or nothing."""
+    r"""Return `-12500`, `0.5`, `50\%` or `\frac{3}{2}` for a
+    number as people write it, or nothing.
+    """
     match = NUMBER.match(plain)
     if match is None or not _is_unit(plain[match.end() :]):
         return None
@@ -205,10 +221,14 @@ def _is_unit(text: str) -> bool:
 
 
 def _is_worded(plain: str) -> bool:
-    """Return whether an answer that is no number is a text: a code, a letter, or words without signs of a formula."""
+    """Return whether an answer that is no number is a text: a code, a letter, or words without
+    signs of a formula.
+    """
     if CODE.fullmatch(plain) or LETTER.fullmatch(plain):
         return True
-    words = [word for word in WORD.findall(plain.replace(".", "")) if not re.fullmatch(FUNCTIONS, word)]
+    words = [
+        word for word in WORD.findall(plain.replace(".", "")) if not re.fullmatch(FUNCTIONS, word)
+    ]
     return bool(words) and SYMBOLS.search(plain) is None
 
 

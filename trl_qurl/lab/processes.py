@@ -29,13 +29,16 @@ PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl
 ENGINE_ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "TOKENIZERS_PARALLELISM": "false",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run the engine in this process, which dies with the command
+    # run the engine in this process, which dies with the command
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
 """Default environment for processes that start an engine; the user's variables take precedence."""
 
 
 class ChildFailure(ChildProcessError):
-    """A failed command; `status` is its exit status, or the negative number of the signal that killed it."""
+    """A failed command; `status` is its exit status, or the negative number of the signal that
+    killed it.
+    """
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -67,21 +70,27 @@ def run_child(
     every: float = 60.0,
     environment: Mapping[str, str] = os.environ,
 ) -> None:
-    """Run a command to completion in a separate process group; its output replaces the contents of `log`.
+    """Run a command to completion in a separate process group; its output replaces the contents of
+    `log`.
 
-    `meanwhile` is called with the last output line, every so many seconds and at the end. If the command fails,
-    raises `ChildFailure` with its last output lines.
+    `meanwhile` is called with the last output line, every so many seconds and at the end. If the
+    command fails, raises `ChildFailure` with its last output lines.
     """
     words = [os.fspath(word) for word in command]
     log.parent.mkdir(parents=True, exist_ok=True)
-    # The wrapper makes the command die with this process: a restarted notebook kernel must not leave an engine behind
-    # that occupies GPU memory.
+    # The wrapper makes the command die with this process: a restarted notebook kernel must not
+    # leave an engine behind that occupies GPU memory.
     wrapped = [sys.executable, "-m", __name__, *words]
     variables = {**environment, "PYTHONUNBUFFERED": "1", "COLUMNS": "110"}
     with exits_on_signals():
         with log.open("wb") as output:
             process = subprocess.Popen(
-                wrapped, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=variables, start_new_session=True
+                wrapped,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=variables,
+                start_new_session=True,
             )
         try:
             while True:
@@ -99,18 +108,21 @@ def run_child(
             process.wait()
     if process.returncode:
         raise ChildFailure(
-            f"{' '.join(words)} failed with exit status {process.returncode}. Its output is in {log}; the last "
-            f"lines:\n{last_lines(log, 25)}",
+            f"{' '.join(words)} failed with exit status {process.returncode}. Its output is in "
+            f"{log}; the last lines:\n{last_lines(log, 25)}",
             process.returncode,
         )
     meanwhile(last_lines(log, 1))
 
 
-def call_in_child(function: Callable[[Any], Any], argument: Any, failure: str, shows_output: bool = False) -> Any:
+def call_in_child(
+    function: Callable[[Any], Any], argument: Any, failure: str, shows_output: bool = False
+) -> Any:
     """Call a function of a module in a new process that may start an engine, and return its result.
 
-    An engine's memory is freed only when its process ends. If the process fails, raises `ChildProcessError` with the
-    message `failure`, and prints its last output lines to standard error, unless it `shows_output` as it runs.
+    An engine's memory is freed only when its process ends. If the process fails, raises
+    `ChildProcessError` with the message `failure`, and prints its last output lines to standard
+    error, unless it `shows_output` as it runs.
     """
     with tempfile.TemporaryDirectory() as directory:
         command, result = call_command(function, argument, Path(directory))
@@ -127,8 +139,12 @@ def call_in_child(function: Callable[[Any], Any], argument: Any, failure: str, s
         return pickle.loads(result.read_bytes())
 
 
-def call_command(function: Callable[[Any], Any], argument: Any, directory: Path) -> tuple[list[str], Path]:
-    """Return the command that calls a function of a module in a new process, and the file for its pickled result."""
+def call_command(
+    function: Callable[[Any], Any], argument: Any, directory: Path
+) -> tuple[list[str], Path]:
+    """Return the command that calls a function of a module in a new process, and the file for its
+    pickled result.
+    """
     call, result = directory / "call", directory / "result"
     call.write_bytes(pickle.dumps((function, argument)))
     code = f"from {__name__} import answer_call; answer_call()"

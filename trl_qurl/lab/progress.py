@@ -1,7 +1,7 @@
 """Print each training step as one line, instead of a dictionary of sixty metrics.
 
-There is no progress bar: each line has the time left. All metrics are still in `run.jsonl` and in the targets of
-`report_to`.
+There is no progress bar: each line has the time left. All metrics are still in `run.jsonl` and in
+the targets of `report_to`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ class StepLineCallback(TrainerCallback):
         if state.is_world_process_zero and isinstance(args, QuantizedRolloutsConfig):
             print(_plan(args, state.max_steps), flush=True)
 
-    def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(
+        self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any
+    ) -> None:
         """Print the line."""
         if state.is_world_process_zero and logs:
             done = state.global_step - self._first_step
@@ -45,27 +47,40 @@ class StepLineCallback(TrainerCallback):
 
 
 def use_step_lines(trainer: Trainer) -> None:
-    """Make a trainer print one short line per logged row, instead of a progress bar and the whole row.
+    """Make a trainer print one short line per logged row, instead of a progress bar and the whole
+    row.
 
-    The table in notebooks stays, and so do all metrics in `run.jsonl` and in the targets of `report_to`.
+    The table in notebooks stays, and so do all metrics in `run.jsonl` and in the targets of
+    `report_to`.
 
     Args:
         trainer: Any Hugging Face trainer, before `train()`.
     """
     for callback in list(trainer.callback_handler.callbacks):
-        if type(callback) in (ProgressCallback, PrinterCallback):  # leave the user's subclasses alone
+        # leave the user's subclasses alone
+        if type(callback) in (ProgressCallback, PrinterCallback):
             trainer.remove_callback(callback)
             trainer.add_callback(StepLineCallback())
 
 
 def _plan(args: Any, steps: int) -> str:
-    """Summarize a run in one line, from its `QuantizedRolloutsConfig` and its number of optimizer steps."""
-    name, answers, updates = args.rollout_quantization, args.generation_batch_size, args.updates_per_rollout
+    """Summarize a run in one line, from its `QuantizedRolloutsConfig` and its number of optimizer
+    steps.
+    """
+    name, answers, updates = (
+        args.rollout_quantization,
+        args.generation_batch_size,
+        args.updates_per_rollout,
+    )
     number, questions = math.ceil(steps / updates), answers // args.num_generations
-    rollouts = f"{number} {'16-bit' if name is None else format_name(name).upper()} rollout{'s' * (number > 1)}"
+    rollouts = (
+        f"{number} {'16-bit' if name is None else format_name(name).upper()} "
+        f"rollout{'s' * (number > 1)}"
+    )
     warmup = args.get_warmup_steps(steps) if args.lr_scheduler_type != "constant" else 0
     rise = f"; the learning rate rises for {warmup} steps" if warmup else ""
     return (
-        f"{steps} steps: {rollouts} of {answers} answers ({questions} questions x {args.num_generations}), "
-        f"up to {args.max_completion_length} tokens, {updates:g} updates each ({args.objective}){rise}"
+        f"{steps} steps: {rollouts} of {answers} answers ({questions} questions x "
+        f"{args.num_generations}), up to {args.max_completion_length} tokens, {updates:g} updates "
+        f"each ({args.objective}){rise}"
     )

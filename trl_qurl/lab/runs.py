@@ -27,9 +27,12 @@ class Run:
             name: Name under which the metric was logged, such as `mismatch/kl_k3`.
 
         Returns:
-            `(step, value)` for every step with a finite value; the last value if a step has several.
+            `(step, value)` for every step with a finite value; the last value if a step has
+            several.
         """
-        values = {row["step"]: row[name] for row in self.rows if isinstance(row.get(name), int | float)}
+        values = {
+            row["step"]: row[name] for row in self.rows if isinstance(row.get(name), int | float)
+        }
         return sorted(values.items())
 
 
@@ -48,7 +51,9 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     """
     file = Path(path, RUN_LOG) if Path(path).is_dir() else Path(path)
     if not file.is_file():
-        raise FileNotFoundError(f"The run log {file} does not exist: pass the output_dir of a run, or its {RUN_LOG}.")
+        raise FileNotFoundError(
+            f"The run log {file} does not exist: pass the output_dir of a run, or its {RUN_LOG}."
+        )
     open_file = gzip.open if file.suffix == ".gz" else open
     try:
         with open_file(file, "rt", encoding="utf-8") as stream:

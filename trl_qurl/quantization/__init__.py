@@ -1,4 +1,5 @@
-"""Quantization: formats (`formats`) by layer (`plan`), as a stream (`stream`) or on disk (`checkpoint`).
+"""Quantization: formats (`formats`) by layer (`plan`), as a stream (`stream`) or on disk
+(`checkpoint`).
 
 `uaq` prepares a model for update-aware quantization, which helps its updates survive rounding.
 """

@@ -1,7 +1,8 @@
 """Whole quantized checkpoints: weights, config and tokenizer, as vLLM loads them.
 
-llm-compressor is the reference for every format. Our stream writes the same tensors without it (pip cannot install it
-beside vLLM) and without a second model in memory. Only this file imports llm-compressor.
+llm-compressor is the reference for every format. Our stream writes the same tensors without it (pip
+cannot install it beside vLLM) and without a second model in memory. Only this file imports
+llm-compressor.
 """
 
 import contextlib
@@ -20,7 +21,12 @@ from tqdm.auto import tqdm
 from trl_qurl.quantization.checkpoint_form import NamedTensors
 from trl_qurl.quantization.merging import model_parameters
 from trl_qurl.quantization.plan import Formats, QuantizationPlan, make_plan
-from trl_qurl.quantization.storage import check_replaceable, new_directory, write_config, write_tensors
+from trl_qurl.quantization.storage import (
+    check_replaceable,
+    new_directory,
+    write_config,
+    write_tensors,
+)
 from trl_qurl.quantization.stream import WeightStream
 
 if TYPE_CHECKING:
@@ -36,15 +42,18 @@ def write_checkpoint(
     ignore: Sequence[str] = ("lm_head",),
     quantizer: str = "streaming",
 ) -> None:
-    """Write a quantized checkpoint of a model, ready for `vllm serve`. No calibration data is needed.
+    """Write a quantized checkpoint of a model, ready for `vllm serve`. No calibration data is
+    needed.
 
     Args:
         model: Full-precision model. Not modified.
         tokenizer: Saved beside the weights, unless `None`.
         formats: Name of a format, one of `SCHEMES`, or names by pattern (`make_plan`).
-        output_dir: Directory to create; an earlier quantized checkpoint is replaced once the new one is complete.
+        output_dir: Directory to create; an earlier quantized checkpoint is replaced once the new
+            one is complete.
         ignore: Modules kept in full precision, in llm-compressor's pattern syntax.
-        quantizer: `"streaming"`, or `"llmcompressor"`, which writes the same tensors from a copy of the model.
+        quantizer: `"streaming"`, or `"llmcompressor"`, which writes the same tensors from a copy of
+            the model.
 
     Raises:
         ValueError: If a format or the quantizer is unknown, or as `make_plan` does.
@@ -55,7 +64,9 @@ def write_checkpoint(
     check_quantizer(quantizer)
     plan = make_plan(model, formats, ignore)
     if not plan.schemes:
-        raise ValueError(f"{formats!r} quantizes nothing: choose a format, or use model.save_pretrained.")
+        raise ValueError(
+            f"{formats!r} quantizes nothing: choose a format, or use model.save_pretrained."
+        )
     check_replaceable(output_dir)
     writer = CheckpointWriter(model, tokenizer, plan)
     if quantizer == "llmcompressor":
@@ -66,33 +77,44 @@ def write_checkpoint(
 
 
 def check_quantizer(name: str, setting: str = "quantizer", instead: str = "streaming") -> None:
-    """Raise `ValueError` for an unknown quantizer, and `ImportError` if it is llm-compressor and not installed."""
+    """Raise `ValueError` for an unknown quantizer, and `ImportError` if it is llm-compressor and
+    not installed.
+    """
     if name not in ("streaming", "llmcompressor"):
         raise ValueError(f"Unknown quantizer {name!r}: choose one of 'streaming', 'llmcompressor'.")
     if name == "llmcompressor" and importlib.util.find_spec("llmcompressor") is None:
         raise ImportError(
-            f"{setting}='llmcompressor' needs llm-compressor, but it is not installed: run "
-            f"`pip install 'trl-qurl[llmcompressor]'`, or use {setting}={instead!r}, which writes the same codes."
+            f"{setting}='llmcompressor' needs llm-compressor, but it is not installed: run `pip "
+            f"install 'trl-qurl[llmcompressor]'`, or use {setting}={instead!r}, which writes the "
+            "same codes."
         )
 
 
 def load_model(
     name_or_path: str, trust_remote_code: bool = False
 ) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
-    """Load a model with the architecture in its config, and its tokenizer, or its processor if it accepts images."""
+    """Load a model with the architecture in its config, and its tokenizer, or its processor if it
+    accepts images.
+    """
     import transformers
 
     trust = {"trust_remote_code": trust_remote_code}
     config = transformers.AutoConfig.from_pretrained(name_or_path, **trust)
-    cls = getattr(transformers, (config.architectures or [""])[0], transformers.AutoModelForCausalLM)
+    cls = getattr(
+        transformers, (config.architectures or [""])[0], transformers.AutoModelForCausalLM
+    )
     has_vision = getattr(config, "vision_config", None) is not None
     tokenizer = transformers.AutoProcessor if has_vision else transformers.AutoTokenizer
-    return cls.from_pretrained(name_or_path, dtype="auto", **trust), tokenizer.from_pretrained(name_or_path, **trust)
+    return cls.from_pretrained(name_or_path, dtype="auto", **trust), tokenizer.from_pretrained(
+        name_or_path, **trust
+    )
 
 
 @dataclass(frozen=True)
 class CheckpointWriter:
-    """Writer for checkpoints of one model by one plan; with an empty one, they are not quantized."""
+    """Writer for checkpoints of one model by one plan; with an
+    empty one, they are not quantized.
+    """
 
     model: "PreTrainedModel"
     tokenizer: "PreTrainedTokenizerBase | None"
@@ -104,7 +126,9 @@ class CheckpointWriter:
         output_dir: str | os.PathLike[str],
         write_beside: Callable[[Path], None] | None = None,
     ) -> None:
-        """Write tensors that are already in checkpoint format; `write_beside` adds other files to the directory."""
+        """Write tensors that are already in checkpoint format; `write_beside` adds other files to
+        the directory.
+        """
         with new_directory(output_dir) as tmp:
             write_tensors(named_tensors, tmp)
             self._write_extra_files(tmp)
@@ -112,27 +136,34 @@ class CheckpointWriter:
             if write_beside is not None:
                 write_beside(tmp)
 
-    def write_with_llmcompressor(self, parameters: NamedTensors, output_dir: str | os.PathLike[str]) -> None:
-        """Quantize full-precision parameters with llm-compressor, in a copy of the model, and write the result."""
+    def write_with_llmcompressor(
+        self, parameters: NamedTensors, output_dir: str | os.PathLike[str]
+    ) -> None:
+        """Quantize full-precision parameters with llm-compressor, in a copy of the model, and write
+        the result.
+        """
         from llmcompressor import reset_session
 
         try:
             self._run_llmcompressor(_duplicate(parameters, self.model), output_dir)
         finally:
-            # llm-compressor keeps its last model in reference cycles. With a process group the copy is in shared
-            # memory, and every step of a run would add another model.
+            # llm-compressor keeps its last model in reference cycles. With a process group the copy
+            # is in shared memory, and every step of a run would add another model.
             with _quiet_llmcompressor():
                 reset_session()
             gc.collect()
 
-    def _run_llmcompressor(self, duplicate: "PreTrainedModel", output_dir: str | os.PathLike[str]) -> None:
+    def _run_llmcompressor(
+        self, duplicate: "PreTrainedModel", output_dir: str | os.PathLike[str]
+    ) -> None:
         from llmcompressor import oneshot
         from llmcompressor.modifiers.quantization import QuantizationModifier
 
         presets = {scheme.preset: list(targets) for scheme, targets in self.plan.targets.items()}
         with new_directory(output_dir) as tmp:
             self._write_extra_files(tmp)
-            # llm-compressor looks up its model by name, on the Hub unless the name is a directory, so point it here.
+            # llm-compressor looks up its model by name, on the Hub unless the name is a directory,
+            # so point it here.
             self.model.config.save_pretrained(tmp)
             duplicate.name_or_path = duplicate.config._name_or_path = str(tmp)
             recipe = QuantizationModifier(scheme=presets, ignore=list(self.plan.ignore))
@@ -160,7 +191,9 @@ def _quiet_llmcompressor() -> Iterator[None]:
     try:
         with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
             # The copy is in host memory on purpose.
-            warnings.filterwarnings("ignore", message="Attempting to save a model with offloaded modules")
+            warnings.filterwarnings(
+                "ignore", message="Attempting to save a model with offloaded modules"
+            )
             yield
     finally:
         LOGGER_CONFIG.disabled = was_disabled
@@ -173,7 +206,8 @@ def _duplicate(named_tensors: NamedTensors, model: "PreTrainedModel") -> "PreTra
     from transformers.initialization import no_init_weights
 
     config = type(model.config).from_dict(model.config.to_dict())
-    config.get_text_config().dtype = model.dtype  # the dtype in which llm-compressor creates experts
+    # the dtype in which llm-compressor creates experts
+    config.get_text_config().dtype = model.dtype
     with no_init_weights():
         duplicate = type(model)(config)
     state = {name: tensor.detach().to("cpu", copy=True) for name, tensor in named_tensors}

@@ -1,8 +1,9 @@
-"""Checkpoint layout of a model's parameters, which engines load: other names, and tensors split differently.
+"""Checkpoint layout of a model's parameters, which engines load: other names, and tensors split
+differently.
 
-transformers renames the tensors of some checkpoints (vision-language models), and fuses the experts of a layer. Like
-`save_pretrained`, this module reverts that conversion, but one parameter at a time. Experts to quantize become one
-matrix each, with llm-compressor's names.
+transformers renames the tensors of some checkpoints (vision-language models), and fuses the experts
+of a layer. Like `save_pretrained`, this module reverts that conversion, but one parameter at a
+time. Experts to quantize become one matrix each, with llm-compressor's names.
 """
 
 import re
@@ -22,7 +23,8 @@ EXPERT_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 
 def whole(parameters: Iterable[torch.Tensor]) -> AbstractContextManager[None]:
     """Gather parameters that ZeRO-3 shards, for the duration of a context that may change them."""
-    from transformers.integrations import is_deepspeed_zero3_enabled  # slow, and the command line needs this file
+    # slow, and the command line needs this file
+    from transformers.integrations import is_deepspeed_zero3_enabled
 
     if not is_deepspeed_zero3_enabled():
         return nullcontext()
@@ -32,17 +34,29 @@ def whole(parameters: Iterable[torch.Tensor]) -> AbstractContextManager[None]:
 
 
 def parameter_name(name: str) -> str:
-    """Return transformers' name for a module or parameter of a model that PEFT, or checkpointing, may have wrapped."""
-    return re.sub(r"^base_model\.model\.|\.base_layer|\.modules_to_save\.[^.]+|_checkpoint_wrapped_module\.", "", name)
+    """Return transformers' name for a module or parameter of a model that PEFT, or checkpointing,
+    may have wrapped.
+    """
+    return re.sub(
+        r"^base_model\.model\.|\.base_layer|\.modules_to_save\.[^.]+|_checkpoint_wrapped_module\.",
+        "",
+        name,
+    )
 
 
 def plain_model(model: Any) -> Any:
     """Return a model without PEFT's wrapper."""
-    return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
+    return (
+        model.get_base_model()
+        if hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+        else model
+    )
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the buffers that a checkpoint stores beside parameters (router biases), with their names."""
+    """Yield the buffers that a checkpoint stores beside parameters (router biases), with their
+    names.
+    """
     for path, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
@@ -50,8 +64,12 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def policy_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield a policy's parameters and persistent buffers, without adapters and what these replace, with paths."""
-    is_disabled = any(getattr(module, "disable_adapters", None) is True for module in model.modules())
+    """Yield a policy's parameters and persistent buffers, without adapters and what these replace,
+    with paths.
+    """
+    is_disabled = any(
+        getattr(module, "disable_adapters", None) is True for module in model.modules()
+    )
     left_out = [".lora_", ".modules_to_save." if is_disabled else ".original_module."]
     if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
         others = model.peft_config.keys() - model.active_adapters
@@ -65,7 +83,8 @@ def expert_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the modules that hold experts in three-dimensional parameters, with their names."""
     for name, module in model.named_modules():
         weight = getattr(module, "down_proj", None)
-        # transformers' `use_experts_implementation` sets flags such as this one, which describe the weights' layout.
+        # transformers' `use_experts_implementation` sets flags such as this one, which describe the
+        # weights' layout.
         if isinstance(weight, nn.Parameter) and hasattr(module, "is_transposed"):
             yield name, module
 
@@ -76,13 +95,15 @@ def expert_layers(layers: Iterable[str]) -> list[str]:
 
 
 class CheckpointForm:
-    """Layout in which a checkpoint stores a model's parameters, which may be empty, sharded or on no device.
+    """Layout in which a checkpoint stores a model's parameters, which may be empty, sharded or on
+    no device.
 
-    With `splits_experts`, experts are separate matrices, as in llm-compressor's checkpoints. Raises `ValueError` if
-    one tensor of the checkpoint holds several parameters.
+    With `splits_experts`, experts are separate matrices, as in llm-compressor's checkpoints. Raises
+    `ValueError` if one tensor of the checkpoint holds several parameters.
     """
 
-    layout: dict[str, dict[str, torch.Tensor]]  # the checkpoint's tensors, on the meta device, by parameter and name
+    # the checkpoint's tensors, on the meta device, by parameter and name
+    layout: dict[str, dict[str, torch.Tensor]]
 
     def __init__(self, model: nn.Module, splits_experts: bool = True) -> None:
         self._model = plain_model(model)
@@ -91,36 +112,46 @@ class CheckpointForm:
         self.layout = {}
         parts: dict[str, dict[str, torch.Tensor]] = {}
         for path, parameter in policy_tensors(model):
-            shape = getattr(parameter, "ds_shape", parameter.shape)  # the full shape if ZeRO-3 shards it
+            # the full shape if ZeRO-3 shards it
+            shape = getattr(parameter, "ds_shape", parameter.shape)
             full = torch.empty(shape, dtype=parameter.dtype, device="meta")
             parts[parameter_name(path)] = dict(self._split(parameter_name(path), full))
         plain = {name: tensor for entries in parts.values() for name, tensor in entries.items()}
         stored = _reverted(self._model, plain)
-        names = {id(tensor): name for name, tensor in stored.items()}  # a renamed tensor is still the same object
-        self._renamed = {name: names[id(tensor)] for name, tensor in plain.items() if id(tensor) in names}
+        # a renamed tensor is still the same object
+        names = {id(tensor): name for name, tensor in stored.items()}
+        self._renamed = {
+            name: names[id(tensor)] for name, tensor in plain.items() if id(tensor) in names
+        }
         for name, entries in parts.items():
             self.layout[name] = dict(self._rename(entries))
             for stored_name, tensor in self.layout[name].items():
                 if stored_name not in stored or stored[stored_name].shape != tensor.shape:
                     raise ValueError(
-                        f"The checkpoint of {type(self._model).__name__} holds {name} together with other parameters "
-                        f"in one tensor ({stored_name}), so they cannot be sent to an engine one by one: use TRL's "
-                        "own trainer with use_vllm=False."
+                        f"The checkpoint of {type(self._model).__name__} holds {name} together "
+                        f"with other parameters in one tensor ({stored_name}), so they cannot be "
+                        "sent to an engine one by one: use TRL's own trainer with use_vllm=False."
                     )
 
     def convert(self, named_parameters: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
-        """Convert a stream of a model's parameters into its checkpoint's tensors, one parameter at a time."""
+        """Convert a stream of a model's parameters into its checkpoint's tensors, one parameter at
+        a time.
+        """
         for name, parameter in named_parameters:
             yield from self._rename(dict(self._split(name, parameter)))
 
     def name(self, name: str) -> str:
-        """Return a layer's name in the checkpoint, or its own if it shares another layer's weight."""
+        """Return a layer's name in the checkpoint, or its own if
+        it shares another layer's weight.
+        """
         return next(iter(self.layout.get(f"{name}.weight", [name]))).removesuffix(".weight")
 
     def _split(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """Split a parameter of experts into each expert's parts, as views, with names such as `3.gate_proj.weight`.
+        """Split a parameter of experts into each expert's parts, as views, with names such as
+        `3.gate_proj.weight`.
 
-        The parameter is (experts, out, in) or (experts, in, out), or a bias, (experts, out). Other ones stay whole.
+        The parameter is (experts, out, in) or (experts, in, out), or a bias, (experts, out). Other
+        ones stay whole.
         """
         path, _, last = name.rpartition(".")
         experts, layer = self._experts.get(path), last.removesuffix("_bias")
@@ -129,9 +160,12 @@ class CheckpointForm:
             return
         kind = "weight" if layer == last else "bias"
         for index, part in enumerate(tensor):
-            matrix = part.T if experts.is_transposed and kind == "weight" else part  # (out, in) or (out,)
+            # (out, in) or (out,)
+            matrix = part.T if experts.is_transposed and kind == "weight" else part
             if layer == "gate_up_proj":
-                gate, up = matrix.chunk(2) if experts.is_concatenated else (matrix[0::2], matrix[1::2])
+                gate, up = (
+                    matrix.chunk(2) if experts.is_concatenated else (matrix[0::2], matrix[1::2])
+                )
                 yield f"{path}.{index}.gate_proj.{kind}", gate
                 yield f"{path}.{index}.up_proj.{kind}", up
             else:

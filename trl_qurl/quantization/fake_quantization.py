@@ -1,7 +1,8 @@
-"""The engine's rounding in the trainer: a quantized forward pass, and a frozen base with rounded weights.
+"""The engine's rounding in the trainer: a quantized forward pass, and a frozen base with rounded
+weights.
 
-In the forward pass, which has no gradient, linear layers round their weights and inputs as the plan says, and multiply
-in the trainer's own dtype. Experts stay exact.
+In the forward pass, which has no gradient, linear layers round their weights and inputs as the plan
+says, and multiply in the trainer's own dtype. Experts stay exact.
 """
 
 from collections.abc import Iterator
@@ -26,18 +27,29 @@ class QuantizedLinear:
 
     layer: Any  # the exact one
     scheme: QuantizationScheme
-    input_scale: torch.Tensor | None = None  # of smoothing: divides inputs and multiplies columns, (in,)
-    grid: torch.dtype | None = None  # to which weights are rounded first (`WeightStream.grid`), unless merged
-    dtype: torch.dtype | None = None  # of those rounded weights: a sync's, where FSDP computes with 16-bit copies
+    # of smoothing: divides inputs and multiplies columns, (in,)
+    input_scale: torch.Tensor | None = None
+    # to which weights are rounded first (`WeightStream.grid`), unless merged
+    grid: torch.dtype | None = None
+    # of those rounded weights: a sync's, where FSDP computes with 16-bit copies
+    dtype: torch.dtype | None = None
     adapted: Any = None  # PEFT's layer around it, if the engine got that merged
     is_rounded: bool = False  # whether the layer has the engine's values (`round_base`)
 
     @torch.no_grad()
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Multiply rounded inputs with rounded weights, in the dtype that the exact layer would use."""
+        """Multiply rounded inputs with rounded weights, in the dtype that the exact layer would
+        use.
+        """
         device = inputs.device.type
-        exact = dict(self.layer.named_parameters()) if self.adapted is None else merged_layer(self.adapted)
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else inputs.dtype
+        exact = (
+            dict(self.layer.named_parameters())
+            if self.adapted is None
+            else merged_layer(self.adapted)
+        )
+        dtype = (
+            torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else inputs.dtype
+        )
         x = inputs.to(dtype)  # the engine also rounds inputs in its compute dtype
         if self.input_scale is not None:
             x = (x / self.input_scale.to(x.device)).to(dtype)
@@ -65,9 +77,12 @@ def quantized_forward(
     merges: bool = False,  # whether the engine got adapters merged into the weights
     is_rounded: bool = False,  # whether the layers have the engine's values
 ) -> Iterator[None]:
-    """Run linear layers quantized by the plan inside the context, with the engine's smoothing and grid, if any."""
+    """Run linear layers quantized by the plan inside the context, with the engine's smoothing and
+    grid, if any.
+    """
     tuners: list[Any] = [each for each in model.modules() if merges and hasattr(each, "base_layer")]
-    adapted = {each.get_base_layer(): each for each in reversed(tuners)}  # by the outermost around a layer
+    # by the outermost around a layer
+    adapted = {each.get_base_layer(): each for each in reversed(tuners)}
     modules: list[Any] = []
     for name, layer in linear_layers(model, plan.schemes):
         scale = smoothing.input_scale(name) if smoothing else None
@@ -82,9 +97,11 @@ def quantized_forward(
 
 
 def round_base(model: Any, plan: QuantizationPlan, dtype: torch.dtype) -> None:
-    """Replace weights, in place, with the values of their codes in an engine of this dtype, and record the formats.
+    """Replace weights, in place, with the values of their codes in an engine of this dtype, and
+    record the formats.
 
-    The frozen base below an adapter then computes with the engine's weights. Raises as `check_unrounded` does.
+    The frozen base below an adapter then computes with the engine's weights. Raises as
+    `check_unrounded` does.
     """
     check_unrounded(model)
     for name, module in linear_layers(model, plan.schemes):
@@ -99,6 +116,6 @@ def check_unrounded(model: Any) -> None:
     """Raise `ValueError` for a model with weights that `round_base` has replaced."""
     if (rounded := getattr(model.config, "rounded_base", None)) is not None:
         raise ValueError(
-            f"The weights of this model were rounded to {rounded} before (round_base), and rounding them again would "
-            "change the codes: load the original model again."
+            f"The weights of this model were rounded to {rounded} before (round_base), and "
+            "rounding them again would change the codes: load the original model again."
         )

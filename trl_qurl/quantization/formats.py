@@ -1,7 +1,7 @@
 """Formats for rollouts, by name.
 
-To add one here, add an entry to `FORMATS`. To add one from another package, declare it as an entry point of the group
-`trl_qurl.quantization.formats`, or call `register_scheme`.
+To add one here, add an entry to `FORMATS`. To add one from another package, declare it as an entry
+point of the group `trl_qurl.quantization.formats`, or call `register_scheme`.
 """
 
 from difflib import get_close_matches
@@ -19,11 +19,13 @@ EXAMPLE = '{"re:.*down_proj": "w8a16", "*": "int8"}'
 """Formats by pattern, for error messages and help."""
 
 FP8_CACHES = ("fp8", "fp8_e4m3")
-"""Values of vLLM's `kv_cache_dtype` for a key-value cache in E4M3. Its scales are always 1: scales fitted to keys and
-values would change with the weights, and vLLM computes none after a sync."""
+"""Values of vLLM's `kv_cache_dtype` for a key-value cache in E4M3. Its scales are always 1: scales
+fitted to keys and values would change with the weights, and vLLM computes none after a sync."""
 
 TOKEN_CACHES = ("int8_per_token_head", "fp8_per_token_head")
-"""Caches with a scale per token and head, stored with the values. Only vLLM's Triton attention for GPUs has them."""
+"""Caches with a scale per token and head, stored with the values. Only vLLM's Triton attention for
+GPUs has them.
+"""
 
 CACHES = ("auto", "float16", "bfloat16", *FP8_CACHES, *TOKEN_CACHES)
 """Values of `kv_cache_dtype` that stay right after a sync; `auto` is the dtype of the model."""
@@ -39,7 +41,10 @@ def register_scheme(scheme: QuantizationScheme) -> None:
         ValueError: If the name is taken or reserved for no quantization.
     """
     if scheme.name in (UNQUANTIZED, *SCHEMES):
-        raise ValueError(f"A quantization scheme named {scheme.name!r} is already registered: choose another name.")
+        raise ValueError(
+            f"A quantization scheme named {scheme.name!r} is already registered: choose another "
+            "name."
+        )
     SCHEMES[scheme.name] = scheme
 
 
@@ -56,22 +61,26 @@ def get_scheme(name: str) -> QuantizationScheme:
         ValueError: If the scheme is unknown; the message lists the valid names.
     """
     if name not in SCHEMES:
-        near = ["w4a16"] if "4" in name else get_close_matches(name.lower(), SCHEMES, 1)  # "int4", "4bit"
+        # "int4", "4bit"
+        near = ["w4a16"] if "4" in name else get_close_matches(name.lower(), SCHEMES, 1)
         guess = f"; did you mean {near[0]!r}?" if near else "."
         raise ValueError(
-            f"Unknown quantization scheme {name!r}{guess} Choose one of {', '.join(map(repr, SCHEMES))}, or None "
-            f"({UNQUANTIZED!r} on the command line) for unquantized rollouts."
+            f"Unknown quantization scheme {name!r}{guess} Choose one of "
+            f"{', '.join(map(repr, SCHEMES))}, or None ({UNQUANTIZED!r} on the command line) for "
+            "unquantized rollouts."
         )
     return SCHEMES[name]
 
 
 def check_kv_cache(dtype: str, setting: str) -> None:
-    """Raise `ValueError` for a key-value cache that `CACHES` or this device lacks; `setting` is where it was set."""
+    """Raise `ValueError` for a key-value cache that `CACHES` or this device lacks; `setting` is
+    where it was set.
+    """
     here = [cache for cache in CACHES if gpu_capability() or cache not in TOKEN_CACHES]
     if dtype not in here:
         raise ValueError(
-            f"{setting} is {dtype!r}, a format of the key-value cache that syncs do not support here: use one of "
-            f"{', '.join(map(repr, here))}."
+            f"{setting} is {dtype!r}, a format of the key-value cache that syncs do not support "
+            f"here: use one of {', '.join(map(repr, here))}."
         )
 
 
@@ -89,7 +98,8 @@ FORMATS = (
         cpus="avx2",
         quantize_activations=activations.int8_per_token,
         is_smoothed=True,
-        # On Blackwell and later, vLLM's CUTLASS kernels support only FP8, but the INT8 one fails only when it runs.
+        # On Blackwell and later, vLLM's CUTLASS kernels support only FP8, but the INT8 one fails
+        # only when it runs.
         kernel_fault=KernelFault((10, 0), ("CutlassInt8ScaledMMLinearKernel",)),
     ),
     QuantizationScheme(
@@ -105,19 +115,23 @@ FORMATS = (
         preset="FP8_BLOCK",
         checkpoint_format="float-quantized",
         lowest_gpu=(9, 0),  # Hopper and later; on older GPUs vLLM's kernel leaves activations exact
-        cpus=None,  # needs AMX, and those kernels leave activations exact or use one scale per token
+        # needs AMX, and those kernels leave activations exact or use one scale per token
+        cpus=None,
         quantize_activations=activations.fp8_per_group,
         heads=False,  # vLLM's loader of heads requires a scale per token of the vocabulary
-        # DeepGEMM rounds the weights again, to power-of-two scales, and activations with such scales.
+        # DeepGEMM rounds the weights again, to power-of-two scales, and activations with such
+        # scales.
         kernel_fault=KernelFault(
-            (9, 0), ("FlashInferFp8DeepGEMMDynamicBlockScaledKernel", "DeepGemmFp8BlockScaledMMKernel")
+            (9, 0),
+            ("FlashInferFp8DeepGEMMDynamicBlockScaledKernel", "DeepGemmFp8BlockScaledMMKernel"),
         ),
     ),
     QuantizationScheme(
         name="mxfp8",
         preset="MXFP8",
         checkpoint_format="mxfp8-quantized",
-        lowest_gpu=(10, 0),  # Blackwell and later; on older GPUs vLLM's kernel leaves activations exact
+        # Blackwell and later; on older GPUs vLLM's kernel leaves activations exact
+        lowest_gpu=(10, 0),
         cpus=None,
         needs_flashinfer=True,  # vLLM's other kernel for it, Marlin, leaves activations exact
         quantize_activations=activations.mxfp8,

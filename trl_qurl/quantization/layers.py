@@ -1,4 +1,6 @@
-"""A model's linear layers by their names in the checkpoint, and what always stays in full precision."""
+"""A model's linear layers by their names in the checkpoint, and what always stays in full
+precision.
+"""
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -7,7 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from trl_qurl.quantization.checkpoint_form import CheckpointForm, expert_modules, parameter_name, plain_model
+from trl_qurl.quantization.checkpoint_form import (
+    CheckpointForm,
+    expert_modules,
+    parameter_name,
+    plain_model,
+)
 from trl_qurl.quantization.scheme import LINEAR
 
 RELOADABLE = ("qwen3_5_text",)
@@ -17,7 +24,11 @@ ROUTER = r"(^|\.)(gate|router|shared_expert_gate)(\.|$)"
 """Layers beside experts that select or weigh them. vLLM cannot quantize these."""
 
 
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
+FUSED = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+)
 """Groups of layers that vLLM fuses if one module has all of them."""
 
 
@@ -38,17 +49,22 @@ class Layer(NamedTuple):
 def ignored_modules(model: Any, ignore: Iterable[str]) -> list[str]:
     """Extend `ignore` with patterns for the modules that always stay in full precision.
 
-    These are all modules outside the language model (vision tower, projector), and the routers of experts.
+    These are all modules outside the language model (vision tower, projector), and the routers of
+    experts.
     """
     base, ignore = plain_model(model), list(ignore)
     paths = [*_paths_beside_language_model(base), *_router_paths(base)]
     # Only the last part of a name is the same in transformers, in the checkpoint and in vLLM.
-    patterns = dict.fromkeys(rf"re:.*\b{re.escape(path.rpartition('.')[2])}(\.|$)" for path in paths)
+    patterns = dict.fromkeys(
+        rf"re:.*\b{re.escape(path.rpartition('.')[2])}(\.|$)" for path in paths
+    )
     return [*ignore, *(pattern for pattern in patterns if pattern not in ignore)]
 
 
 def linear_layers(model: nn.Module, layers: Collection[str]) -> Iterator[tuple[str, nn.Linear]]:
-    """Yield the linear modules among `layers`, in model order, with their names in the checkpoint."""
+    """Yield the linear modules among `layers`, in model order,
+    with their names in the checkpoint.
+    """
     form = CheckpointForm(model)
     for path, module in model.named_modules():
         if _is_linear(path, module) and (name := form.name(parameter_name(path))) in layers:
@@ -56,14 +72,16 @@ def linear_layers(model: nn.Module, layers: Collection[str]) -> Iterator[tuple[s
 
 
 def check_recurrent_layers(model: Any) -> None:
-    """Raise `ValueError` for recurrent layers: after vLLM's reload, Mamba 2 computes with other weights."""
+    """Raise `ValueError` for recurrent layers: after vLLM's reload, Mamba 2 computes with other
+    weights.
+    """
     config = model.config.get_text_config()
     is_recurrent = model._is_stateful or "conv" in (getattr(config, "layer_types", None) or ())
     if is_recurrent and config.model_type not in RELOADABLE:
         raise ValueError(
-            f"{type(model).__name__} has recurrent layers (Mamba, linear attention, convolutions), and no sync is "
-            "known to update them correctly: use a model without such layers (or Qwen 3.5), or TRL's own trainer with "
-            "use_vllm=False."
+            f"{type(model).__name__} has recurrent layers (Mamba, linear attention, convolutions), "
+            "and no sync is known to update them correctly: use a model without such layers (or "
+            "Qwen 3.5), or TRL's own trainer with use_vllm=False."
         )
 
 
@@ -72,10 +90,14 @@ def _is_linear(path: str, module: nn.Module) -> bool:
 
 
 def model_layers(model: nn.Module) -> dict[str, Layer]:
-    """Return all linear layers and experts, by names in the checkpoint without `.weight`, apart from adapters."""
+    """Return all linear layers and experts, by names in the checkpoint without `.weight`, apart
+    from adapters.
+    """
     form = CheckpointForm(model)
     modules: dict[str, nn.Module] = {
-        parameter_name(path): module for path, module in model.named_modules() if _is_linear(path, module)
+        parameter_name(path): module
+        for path, module in model.named_modules()
+        if _is_linear(path, module)
     }
     expert_prefixes = tuple(f"{parameter_name(path)}." for path, _ in expert_modules(model))
     layers = {}
@@ -86,18 +108,24 @@ def model_layers(model: nn.Module) -> dict[str, Layer]:
         for name, tensor in stored.items():
             layer = name.removesuffix(".weight")
             if layer != name:
-                layers[layer] = Layer({layer} if module is None else {layer, own}, module or LINEAR, tensor.shape)
+                layers[layer] = Layer(
+                    {layer} if module is None else {layer, own}, module or LINEAR, tensor.shape
+                )
     return layers
 
 
 def fused_groups(layers: Iterable[str]) -> list[tuple[str, ...]]:
-    """Group the layers that an engine fuses: projections with one input, and all experts of a block."""
+    """Group the layers that an engine fuses: projections with one input, and all experts of a
+    block.
+    """
     fused = {name: names[0] for names in FUSED for name in names}
     groups: dict[str, list[str]] = {}
     for layer in sorted(layers):
         block, is_expert, _ = layer.partition(".experts.")
         parent, _, own = layer.rpartition(".")
-        groups.setdefault(block if is_expert else f"{parent}.{fused.get(own, own)}", []).append(layer)
+        groups.setdefault(block if is_expert else f"{parent}.{fused.get(own, own)}", []).append(
+            layer
+        )
     return [tuple(group) for group in groups.values()]
 
 
@@ -110,7 +138,11 @@ def _paths_beside_language_model(model: Any) -> list[str]:
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     modules = dict(model.named_modules())
     root = next((path for path, module in modules.items() if module is decoder), "")
-    parents = [path for path in modules if path != root and f"{root}.".startswith(f"{path}." if path else "")]
+    parents = [
+        path
+        for path in modules
+        if path != root and f"{root}.".startswith(f"{path}." if path else "")
+    ]
     return [
         f"{parent}.{name}" if parent else name
         for parent in parents
@@ -120,7 +152,9 @@ def _paths_beside_language_model(model: Any) -> list[str]:
 
 
 def _router_paths(model: nn.Module) -> list[str]:
-    """Return the layers that route tokens to experts: linear in vLLM, but mostly special classes in transformers."""
+    """Return the layers that route tokens to experts: linear in vLLM, but mostly special classes in
+    transformers.
+    """
     blocks = {path.rpartition(".")[0] for path, _ in expert_modules(model)}
     return [
         f"{block}.{name}"

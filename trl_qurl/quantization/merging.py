@@ -1,6 +1,8 @@
-"""The parameters of a policy, whole and with adapters merged, for which nothing of the policy is written to.
+"""The parameters of a policy, whole and with adapters merged, for which nothing of the policy is
+written to.
 
-PEFT merges in place, and what it subtracts afterwards is not what it added: in bfloat16, the frozen base would drift.
+PEFT merges in place, and what it subtracts afterwards is not what it added: in bfloat16, the frozen
+base would drift.
 """
 
 from collections.abc import Iterator
@@ -21,7 +23,8 @@ BASE = ".base_layer."  # part of the names of parameters below an adapter
 def model_parameters(model: Any, merges: bool = False, grid: torch.dtype | None = None) -> Tensors:
     """Yield a model's parameters and persistent buffers, each whole while it is read.
 
-    Adapters are merged or left out; autocast's `grid` rounds all else. Collective: every process must read to the end.
+    Adapters are merged or left out; autocast's `grid` rounds all else. Collective: every process
+    must read to the end.
     """
     reshard(model)
     modules, last, merged = dict(model.named_modules()), "", {}
@@ -38,32 +41,56 @@ def model_parameters(model: Any, merges: bool = False, grid: torch.dtype | None 
 
 @torch.no_grad()
 def merged_layer(layer: Any) -> dict[str, torch.Tensor]:
-    """Return the base's parameters in a PEFT layer, merged with the active adapters in float32 copies, by name."""
-    dtypes = {name: parameter.dtype for name, parameter in layer.get_base_layer().named_parameters()}
-    with whole(list(layer.parameters())), torch.autocast(next(layer.parameters()).device.type, enabled=False):
-        copies = {name: gathered(p).to(torch.float32, copy=True) for name, p in layer.named_parameters()}
+    """Return the base's parameters in a PEFT layer, merged with the active adapters in float32
+    copies, by name.
+    """
+    dtypes = {
+        name: parameter.dtype for name, parameter in layer.get_base_layer().named_parameters()
+    }
+    with (
+        whole(list(layer.parameters())),
+        torch.autocast(next(layer.parameters()).device.type, enabled=False),
+    ):
+        copies = {
+            name: gathered(p).to(torch.float32, copy=True) for name, p in layer.named_parameters()
+        }
         with replace_parameters(layer, copies, tie_weights=True):
             for each in layer.modules():  # an adapter of experts may be around another one
-                if hasattr(each, "base_layer") and not each.merged and not each.disable_adapters:  # by a user
+                # by a user
+                if hasattr(each, "base_layer") and not each.merged and not each.disable_adapters:
                     each.merge()
                     each.merged_adapters.clear()  # only copies are
-            return {name: p.to(dtypes[name]) for name, p in layer.get_base_layer().named_parameters()}
+            return {
+                name: p.to(dtypes[name]) for name, p in layer.get_base_layer().named_parameters()
+            }
 
 
 def on_grid(tensor: torch.Tensor, grid: torch.dtype | None) -> torch.Tensor:
-    """Round a float32 matrix to the values that autocast uses, still in float32; return other tensors unchanged."""
-    return tensor if grid is None or tensor.dim() < 2 or tensor.dtype != torch.float32 else tensor.to(grid).float()
+    """Round a float32 matrix to the values that autocast uses, still in float32; return other
+    tensors unchanged.
+    """
+    return (
+        tensor
+        if grid is None or tensor.dim() < 2 or tensor.dtype != torch.float32
+        else tensor.to(grid).float()
+    )
 
 
 def gathered(parameter: Any) -> torch.Tensor:
-    """Return the whole parameter, which FSDP 2 may have sharded, or moved to the host. A collective operation."""
+    """Return the whole parameter, which FSDP 2 may have sharded, or moved to the host. A collective
+    operation.
+    """
     is_shard = isinstance(parameter, DTensor)
-    tensor: torch.Tensor = parameter.to(parameter.device_mesh.device_type).full_tensor() if is_shard else parameter
+    tensor: torch.Tensor = (
+        parameter.to(parameter.device_mesh.device_type).full_tensor() if is_shard else parameter
+    )
     return tensor.detach()
 
 
 def reshard(model: nn.Module) -> None:
-    """Shard FSDP 2's parameters: a forward pass without a backward leaves the outermost ones whole."""
+    """Shard FSDP 2's parameters: a forward pass without a
+    backward leaves the outermost ones whole.
+    """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

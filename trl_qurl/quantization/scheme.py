@@ -1,4 +1,6 @@
-"""Quantization schemes: how a format stores weights and rounds activations, and where vLLM can run it."""
+"""Quantization schemes: how a format stores weights and rounds activations, and where vLLM can run
+it.
+"""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -26,19 +28,23 @@ class KernelFault(NamedTuple):
 class QuantizationScheme:
     """A format for the weights, and possibly the activations, of linear layers.
 
-    On GPUs below `lowest_gpu`, vLLM may still run the weights with exact activations; our commands and trainers refuse
-    to.
+    On GPUs below `lowest_gpu`, vLLM may still run the weights with exact activations; our commands
+    and trainers refuse to.
     """
 
     name: str  # what users write (`rollout_quantization="int8"`)
     preset: str  # name of the same format among compressed-tensors' presets
     checkpoint_format: str  # compressed-tensors' name for the storage format of weights
-    lowest_gpu: tuple[int, int]  # lowest CUDA compute capability with kernels in vLLM, not counting emulation
-    cpus: str | None  # instructions that vLLM's kernels for CPUs need, as torch names them; `None` without kernels
+    # lowest CUDA compute capability with kernels in vLLM, not counting emulation
+    lowest_gpu: tuple[int, int]
+    # instructions that vLLM's kernels for CPUs need, as torch names them; `None` without kernels
+    cpus: str | None
     needs_flashinfer: bool = False  # whether vLLM's kernels for GPUs are FlashInfer's
-    quantize_activations: Callable[[torch.Tensor], torch.Tensor] = exact  # rounds (..., in) as vLLM's kernels do
+    # rounds (..., in) as vLLM's kernels do
+    quantize_activations: Callable[[torch.Tensor], torch.Tensor] = exact
     heads: bool = True  # whether vLLM can load an output head in this format
-    is_smoothed: bool = False  # whether to smooth activations (`smoothing`): helps formats with few integer levels
+    # whether to smooth activations (`smoothing`): helps formats with few integer levels
+    is_smoothed: bool = False
     kernel_fault: KernelFault | None = None  # kernels that an engine must not use on some GPUs
 
     @property
@@ -48,7 +54,9 @@ class QuantizationScheme:
 
     @functools.cached_property
     def library_scheme(self) -> Any:
-        """compressed-tensors' scheme of the same format; the first use imports the library, which takes a second."""
+        """compressed-tensors' scheme of the same format; the first use imports the library, which
+        takes a second.
+        """
         from compressed_tensors.quantization import preset_name_to_scheme
 
         return preset_name_to_scheme(self.preset, targets=["Linear"])
@@ -56,7 +64,9 @@ class QuantizationScheme:
     @functools.cached_property
     def served_as(self) -> str:
         """The format in a few words, as an engine finds it in a checkpoint."""
-        return served_as({**self.library_scheme.model_dump(mode="json"), "format": self.checkpoint_format})
+        return served_as(
+            {**self.library_scheme.model_dump(mode="json"), "format": self.checkpoint_format}
+        )
 
     def runs_on(self, capability: tuple[int, int] | None) -> bool:
         """Return whether vLLM has kernels for this format.
@@ -95,8 +105,8 @@ class QuantizationScheme:
     def quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         """Quantize one weight matrix.
 
-        Arithmetic is in the weight's dtype, as in llm-compressor. Pass float32 master weights if available:
-        bfloat16 rounds quotients near 127 to multiples of 0.5 before they become codes.
+        Arithmetic is in the weight's dtype, as in llm-compressor. Pass float32 master weights if
+        available: bfloat16 rounds quotients near 127 to multiples of 0.5 before they become codes.
 
         Args:
             weight: Weight, (out, in), of any floating-point dtype. Not modified.
@@ -108,19 +118,25 @@ class QuantizationScheme:
             ValueError: If the scheme cannot store this weight; see `refusal`.
         """
         if reason := self.refusal(weight.shape, weight.dtype):
-            raise ValueError(f"{self.name} cannot quantize this layer: {reason}. Add it to quantization_ignore.")
+            raise ValueError(
+                f"{self.name} cannot quantize this layer: {reason}. Add it to quantization_ignore."
+            )
         with torch.no_grad():
             return packing.pack(weight, self.library_scheme, self.checkpoint_format)
 
-    def dequantize(self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None) -> torch.Tensor:
+    def dequantize(
+        self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
         """Compute the weight that quantized tensors represent.
 
         Args:
             tensors: Result of `quantize`.
-            dtype: Dtype of an engine, which rounds scales of packed integers to it; `None` leaves them as they are.
+            dtype: Dtype of an engine, which rounds scales of packed integers to it; `None` leaves
+                them as they are.
 
         Returns:
-            The weight, (out, in), in the dtype of its scales, or in float32 if those are powers of two.
+            The weight, (out, in), in the dtype of its scales, or in float32 if those are powers of
+            two.
         """
         if dtype is not None and "weight_shape" in tensors:
             scale = tensors["weight_scale"]
@@ -144,21 +160,31 @@ class QuantizationScheme:
         if not dtype.is_floating_point:
             return f"its weight is of dtype {dtype}, not a floating-point dtype"
         (outputs, inputs), args = shape, self.library_scheme.weights
-        if args.block_structure and (outputs % args.block_structure[0] or inputs % args.block_structure[1]):
+        if args.block_structure and (
+            outputs % args.block_structure[0] or inputs % args.block_structure[1]
+        ):
             height, width = args.block_structure
-            return f"its weight of {outputs} x {inputs} is not made of whole blocks of {height} x {width}"
+            return (
+                f"its weight of {outputs} x {inputs} is not made of whole blocks of {height} x "
+                f"{width}"
+            )
         if args.group_size and inputs % args.group_size:
             return f"it has {inputs} inputs, not a multiple of the group size {args.group_size}"
         return None
 
 
 def served_as(group: Mapping[str, Any], checkpoint_format: str | None = None) -> str:
-    """Describe a group of a `quantization_config`, so that two formats never have the same description."""
+    """Describe a group of a `quantization_config`, so that two formats never have the same
+    description.
+    """
     parts = []
     for kind, name in (("weights", "weights"), ("input_activations", "activations")):
         if args := group.get(kind):
             size = args.get("block_structure") or args.get("group_size") or ""
-            parts.append(f"{args['num_bits']}-bit {args['type']} {name} per {args['strategy']} {size}".rstrip())
+            parts.append(
+                f"{args['num_bits']}-bit {args['type']} {name} per {args['strategy']} "
+                f"{size}".rstrip()
+            )
     return f"{', '.join(parts)}, {group.get('format') or checkpoint_format}"
 
 
@@ -166,6 +192,10 @@ def served_as(group: Mapping[str, Any], checkpoint_format: str | None = None) ->
 def _samples(
     scheme: QuantizationScheme, height: int, width: int, dtype: torch.dtype
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Quantize one block of weights, and two by two of them. Meta tensors fail in compressed-tensors 0.18."""
-    small, large = (scheme.quantize(torch.zeros(n * height, n * width, dtype=dtype)) for n in (1, 2))
+    """Quantize one block of weights, and two by two of them. Meta tensors fail in
+    compressed-tensors 0.18.
+    """
+    small, large = (
+        scheme.quantize(torch.zeros(n * height, n * width, dtype=dtype)) for n in (1, 2)
+    )
     return small, large

@@ -1,14 +1,15 @@
 """Smoothing, applied to the weights sent to the engine: the same function with smaller activations.
 
-An INT8 engine rounds all inputs of a layer for one token with one scale, so a few large channels use up the range of
-all others. Each channel j is divided by s_j at its source (the gain of a norm, the rows of `up_proj`), and the columns
-of the layers that read it are multiplied by s_j:
+An INT8 engine rounds all inputs of a layer for one token with one scale, so a few large channels
+use up the range of all others. Each channel j is divided by s_j at its source (the gain of a norm,
+the rows of `up_proj`), and the columns of the layers that read it are multiplied by s_j:
 
     s_j = (rms X_j)^α / (rms W_j)^(1−α),    x_j → x_j / s_j,    W_ij → W_ij · s_j
 
-X_j are the inputs of channel j in the trainer's own forward passes, and W_j is column j of all layers that read it.
-Source: SmoothQuant, Eq. 4 (arXiv 2211.10438), with root mean squares instead of maxima, because they need fewer tokens
-to estimate, and α = 0.4 (benchmarks/int8.md compares values). Unlike in UAQ, the policy's own weights do not change.
+X_j are the inputs of channel j in the trainer's own forward passes, and W_j is column j of all
+layers that read it. Source: SmoothQuant, Eq. 4 (arXiv 2211.10438), with root mean squares instead
+of maxima, because they need fewer tokens to estimate, and α = 0.4 (benchmarks/int8.md compares
+values). Unlike in UAQ, the policy's own weights do not change.
 """
 
 from collections.abc import Iterator
@@ -25,13 +26,15 @@ from trl_qurl.quantization.layers import linear_layers
 
 ALPHA = 0.4  # share of the range that moves from inputs to weights: 0 for none, 1 for all
 FIT_INTERVAL = 16  # syncs between fits
-STATE = ("scales", "_inputs", "_columns", "collects", "_syncs")  # attributes that a checkpoint holds
-LARGEST_SCALE = 2.0**10  # known outliers need less, and larger scales would not fit into a float16 engine
+# attributes that a checkpoint holds
+STATE = ("scales", "_inputs", "_columns", "collects", "_syncs")
+# known outliers need less, and larger scales would not fit into a float16 engine
+LARGEST_SCALE = 2.0**10
 
 LINEAR_PAIR = ("mlp.up_proj", "mlp.down_proj")
-"""A linear layer that scales the inputs of another channel by channel, in the models of `ARCHITECTURES`: the
-feed-forward block multiplies `up_proj` by an activation. Values in attention do the same, but smoothing them gained
-nothing."""
+"""A linear layer that scales the inputs of another channel by channel, in the models of
+`ARCHITECTURES`: the feed-forward block multiplies `up_proj` by an activation. Values in attention
+do the same, but smoothing them gained nothing."""
 
 
 class Source(NamedTuple):
@@ -42,7 +45,8 @@ class Source(NamedTuple):
 
 
 class Smoothing:
-    """Smoothing scales of the quantized `layers` of a model: fits them, and folds them into what an engine is sent.
+    """Smoothing scales of the quantized `layers` of a model: fits them, and folds them into what an
+    engine is sent.
 
     Raises `ValueError` if the model's type is not in `ARCHITECTURES`.
     """
@@ -52,21 +56,30 @@ class Smoothing:
         self._watches = False  # whether the forward pass that runs is one to collect inputs from
         self._syncs = FIT_INTERVAL - 1  # since the last fit; fit again after the first rollout
         self.scales: dict[str, torch.Tensor] = {}  # by source, (channels,), in float32
-        self._sources = {name: each for name, each in sources(model).items() if layers.intersection(each.layers)}
-        self._feeder = {layer: name for name, source in self._sources.items() for layer in source.layers}
+        self._sources = {
+            name: each for name, each in sources(model).items() if layers.intersection(each.layers)
+        }
+        self._feeder = {
+            layer: name for name, source in self._sources.items() for layer in source.layers
+        }
         # Sums of squares by channel and, last, the number of squares in each, (channels + 1,).
         self._inputs: dict[str, torch.Tensor] = {}  # by source, since the last fit
         self._columns: dict[str, torch.Tensor] = {}  # by layer, as last sent
-        readers = {source.layers[0]: name for name, source in self._sources.items()}  # its layers share one input
+        # its layers share one input
+        readers = {source.layers[0]: name for name, source in self._sources.items()}
         for layer, module in linear_layers(model, readers.keys()):
             module.register_forward_pre_hook(partial(self._record_inputs, readers[layer]))
         self._mask: torch.Tensor | None = None  # true on tokens that are not padding, (B, T)
-        plain_model(model).get_decoder().register_forward_pre_hook(self._record_mask, with_kwargs=True)
+        plain_model(model).get_decoder().register_forward_pre_hook(
+            self._record_mask, with_kwargs=True
+        )
 
     def _record_mask(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         self._mask = kwargs.get("attention_mask") if self._watches else None
 
-    def _record_inputs(self, source: str, module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+    def _record_inputs(
+        self, source: str, module: nn.Module, inputs: tuple[torch.Tensor, ...]
+    ) -> None:
         if self.collects and self._watches:
             x, mask = inputs[0].detach(), self._mask
             x = x[mask.bool()] if mask is not None and mask.shape == x.shape[:-1] else x
@@ -92,10 +105,15 @@ class Smoothing:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scales, and this process's statistics for the next fit."""
-        return {"layers": list(self._feeder), "values": {name: getattr(self, name) for name in STATE}}
+        return {
+            "layers": list(self._feeder),
+            "values": {name: getattr(self, name) for name in STATE},
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state from `state_dict`; if other layers are smoothed now, keep the fit to the first prompts."""
+        """Restore the state from `state_dict`; if other layers are smoothed now, keep the fit to
+        the first prompts.
+        """
         if state["layers"] == list(self._feeder):
             vars(self).update(state["values"])
 
@@ -107,26 +125,36 @@ class Smoothing:
         self.collects = self._syncs >= FIT_INTERVAL
 
     def fit(self, is_shared: bool = True) -> bool:
-        """Refit the scales to the inputs since the last fit and the weights as last sent; `False` without inputs.
+        """Refit the scales to the inputs since the last fit and the weights as last sent; `False`
+        without inputs.
 
-        If `is_shared`, all processes fit the same scales to the inputs of all; this is a collective operation.
+        If `is_shared`, all processes fit the same scales to the inputs of all; this is a collective
+        operation.
         """
         has_inputs = False
         for name, source in self._sources.items():
             columns = torch.stack([self._columns[layer] for layer in source.layers]).sum(0)
             inputs = self._inputs.get(name, torch.zeros_like(columns))
-            if is_shared and torch.distributed.is_available() and torch.distributed.is_initialized():
+            if (
+                is_shared
+                and torch.distributed.is_available()
+                and torch.distributed.is_initialized()
+            ):
                 torch.distributed.all_reduce(inputs)
             if inputs[-1] > 0:
                 has_inputs = True
-                self.scales[name] = fitted_scales(inputs[:-1] / inputs[-1], columns.to(inputs)[:-1] / columns[-1])
+                self.scales[name] = fitted_scales(
+                    inputs[:-1] / inputs[-1], columns.to(inputs)[:-1] / columns[-1]
+                )
         self._inputs.clear()
         return has_inputs
 
     def fold(self, named_tensors: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
-        """Fold the scales into tensors of a checkpoint, and record the weight magnitudes for the next fit.
+        """Fold the scales into tensors of a checkpoint, and record the weight magnitudes for the
+        next fit.
 
-        Yields the same full-precision tensors, but smoothed layers and their sources are rescaled copies.
+        Yields the same full-precision tensors, but smoothed layers and their sources are rescaled
+        copies.
         """
         for name, tensor in named_tensors:
             module, _, attribute = name.rpartition(".")
@@ -143,26 +171,35 @@ class Smoothing:
             yield name, folded.to(tensor.dtype)  # scales are in float32, so only this cast rounds
 
     def input_scale(self, layer: str) -> torch.Tensor | None:
-        """Return the scale that divides a layer's inputs and multiplies its columns, (in,); `None` if not smoothed."""
+        """Return the scale that divides a layer's inputs and multiplies its columns, (in,); `None`
+        if not smoothed.
+        """
         return self.scales.get(self._feeder.get(layer, ""))
 
 
 def fitted_scales(inputs: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """Compute s from the means of X_j² and W_j², all (in,); 1 for channels with only zeros as inputs or weights.
+    """Compute s from the means of X_j² and W_j², all (in,); 1 for channels with only zeros as
+    inputs or weights.
 
     Division by the geometric mean keeps the overall magnitude of inputs and weights.
     """
     used = (inputs > 0) & (columns > 0)
-    logs = torch.where(used, (ALPHA * inputs.float().log() - (1 - ALPHA) * columns.float().log()) / 2, 0.0)
+    logs = torch.where(
+        used, (ALPHA * inputs.float().log() - (1 - ALPHA) * columns.float().log()) / 2, 0.0
+    )
     mean = logs.sum() / used.sum().clamp(min=1)
     scales = (logs - mean).exp().clamp(1 / LARGEST_SCALE, LARGEST_SCALE)
     return torch.where(used, scales, 1.0)
 
 
 def squares(tensor: torch.Tensor) -> torch.Tensor:
-    """Sum squares over all but the last dimension, then append the number of terms, (channels + 1,), in float32."""
+    """Sum squares over all but the last dimension, then append the number of terms, (channels +
+    1,), in float32.
+    """
     rows = tensor.detach().flatten(0, -2)
-    return torch.cat([rows.float().square().sum(0), rows.new_tensor([len(rows)], dtype=torch.float32)])
+    return torch.cat(
+        [rows.float().square().sum(0), rows.new_tensor([len(rows)], dtype=torch.float32)]
+    )
 
 
 def can_smooth(model: Any) -> bool:
@@ -171,7 +208,8 @@ def can_smooth(model: Any) -> bool:
 
 
 def sources(model: Any) -> dict[str, Source]:
-    """Return the modules with outputs that can be rescaled, in model order, by their names in the checkpoint.
+    """Return the modules with outputs that can be rescaled, in model order, by their names in the
+    checkpoint.
 
     Raises `ValueError` for model types that are not in `ARCHITECTURES`.
     """

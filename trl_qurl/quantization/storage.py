@@ -1,6 +1,7 @@
 """Checkpoint directories that are either complete or absent, so readers never see a partial one.
 
-Tensors come from a stream and are written in shards; memory holds one shard at a time. A cache keeps some of them.
+Tensors come from a stream and are written in shards; memory holds one shard at a time. A cache
+keeps some of them.
 """
 
 import fcntl
@@ -30,11 +31,12 @@ CACHE_VARIABLE = "TRL_QURL_CACHE"
 
 @contextmanager
 def new_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Create a directory atomically: the block fills a temporary one, which replaces `path` if the block succeeds.
+    """Create a directory atomically: the block fills a temporary one, which replaces `path` if the
+    block succeeds.
 
-    If it fails, or SIGTERM ends the process, nothing is left behind, and an existing `path` stays as it was. The next
-    call removes what a killed process left. Raises `OSError` if the system refuses to write, also where safetensors
-    noticed.
+    If it fails, or SIGTERM ends the process, nothing is left behind, and an existing `path` stays
+    as it was. The next call removes what a killed process left. Raises `OSError` if the system
+    refuses to write, also where safetensors noticed.
     """
     final = Path(path)
     tmp = final.parent / f".{final.name}-{_boot()}-{uuid.uuid4().hex[:8]}"
@@ -54,10 +56,11 @@ def new_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
             os.replace(tmp, final)
         except (OSError, SafetensorError) as error:
             raise OSError(
-                f"The checkpoint directory {final} cannot be written ({error}). If it lacks space or permissions, "
-                "free space there, or choose another directory (rollout_checkpoint_dir in the config, output_dir of "
-                f"save_quantized, OUT on the command line, {CACHE_VARIABLE} in the environment for the cache of "
-                "`trl-qurl serve`)."
+                f"The checkpoint directory {final} cannot be written ({error}). If it lacks space "
+                "or permissions, free space there, or choose another directory "
+                "(rollout_checkpoint_dir in the config, output_dir of save_quantized, OUT on the "
+                f"command line, {CACHE_VARIABLE} in the environment for the cache of `trl-qurl "
+                "serve`)."
             ) from error
         finally:
             shutil.rmtree(new, ignore_errors=True)
@@ -67,10 +70,12 @@ def new_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def remove_abandoned(parent: Path, name: str | None = None) -> None:
-    """Remove what killed processes left in `parent` of new directories, of all of them or those with this name.
+    """Remove what killed processes left in `parent` of new directories, of all of them or those
+    with this name.
 
-    A process holds a lock on its directory. What is from before a restart of this machine stays, and what is of other
-    machines, because some network file systems do not enforce a lock between machines.
+    A process holds a lock on its directory. What is from before a restart of this machine stays,
+    and what is of other machines, because some network file systems do not enforce a lock between
+    machines.
     """
     names = "*" if name is None else glob.escape(name)
     for path in parent.glob(f".{names}-{_boot()}-{'[0-9a-f]' * 8}*"):
@@ -82,7 +87,9 @@ def remove_abandoned(parent: Path, name: str | None = None) -> None:
 
 
 def _discard(tmp: Path, final: Path) -> None:
-    """Remove a temporary directory, and the one that it replaced; restore that if nothing has taken its place."""
+    """Remove a temporary directory, and the one that it replaced; restore that if nothing has taken
+    its place.
+    """
     replaced = tmp.with_name(f"{tmp.name}-replaced")
     if replaced.exists() and not final.exists():
         os.replace(replaced, final)
@@ -91,12 +98,16 @@ def _discard(tmp: Path, final: Path) -> None:
 
 
 def _boot() -> str:
-    """Return an identifier of this machine since its last start, the same in all of its containers."""
+    """Return an identifier of this machine since its last start,
+    the same in all of its containers.
+    """
     return Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
 
 
 def _lock(directory: Path) -> int:
-    """Lock a directory until its descriptor, which is returned, is closed. Raises `OSError` if a process holds it."""
+    """Lock a directory until its descriptor, which is returned, is closed. Raises `OSError` if a
+    process holds it.
+    """
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -107,21 +118,31 @@ def _lock(directory: Path) -> int:
 
 
 def check_replaceable(path: str | os.PathLike[str]) -> None:
-    """Raise `FileExistsError` unless `path` does not exist, is an empty directory, or holds a quantized checkpoint."""
+    """Raise `FileExistsError` unless `path` does not exist, is an empty directory, or holds a
+    quantized checkpoint.
+    """
     path = Path(path)
     config = path / "config.json"
-    is_checkpoint = config.is_file() and '"quantization_config"' in config.read_text(encoding="utf-8")
+    is_checkpoint = config.is_file() and '"quantization_config"' in config.read_text(
+        encoding="utf-8"
+    )
     if not path.exists() or is_checkpoint or (path.is_dir() and not any(path.iterdir())):
         return
-    contents = f"holds {', '.join(sorted(os.listdir(path))[:3])}, ..." if path.is_dir() else "is a file"
+    contents = (
+        f"holds {', '.join(sorted(os.listdir(path))[:3])}, ..." if path.is_dir() else "is a file"
+    )
     raise FileExistsError(
-        f"{path} {contents} and would be replaced, but it is not a quantized checkpoint: choose a directory that does "
-        "not exist yet, an empty one, or an earlier quantized checkpoint."
+        f"{path} {contents} and would be replaced, but it is not a quantized checkpoint: choose a "
+        "directory that does not exist yet, an empty one, or an earlier quantized checkpoint."
     )
 
 
-def write_tensors(named_tensors: NamedTensors, directory: Path, shard_bytes: int = 2 * 1024**3) -> None:
-    """Write tensors as `model.safetensors`, or as shards with an index; this uses about `shard_bytes` of memory."""
+def write_tensors(
+    named_tensors: NamedTensors, directory: Path, shard_bytes: int = 2 * 1024**3
+) -> None:
+    """Write tensors as `model.safetensors`, or as shards with an index; this uses about
+    `shard_bytes` of memory.
+    """
     weight_map: dict[str, str] = {}
     shard: dict[str, torch.Tensor] = {}
     filled = total = 0
@@ -150,10 +171,14 @@ def write_tensors(named_tensors: NamedTensors, directory: Path, shard_bytes: int
 
 
 def read_tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a checkpoint one at a time; raises `FileNotFoundError` if it has none."""
+    """Yield the tensors of a checkpoint one at a time; raises
+    `FileNotFoundError` if it has none.
+    """
     shards = sorted(directory.glob("*.safetensors"))
     if not shards:
-        raise FileNotFoundError(f"{directory} contains no .safetensors file that this process can see.")
+        raise FileNotFoundError(
+            f"{directory} contains no .safetensors file that this process can see."
+        )
     for shard in shards:
         with safe_open(shard, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118, safetensors' handle is not a dictionary
@@ -170,9 +195,11 @@ def tensor_shapes(directory: Path) -> dict[str, list[int]]:
 
 
 def write_config(model: "PreTrainedModel", directory: Path, quantization: dict | None) -> None:
-    """Write the model's `config.json` with a `quantization_config` entry, without touching its config object.
+    """Write the model's `config.json` with a `quantization_config` entry, without touching its
+    config object.
 
-    Copies classes that came with the checkpoint (`trust_remote_code`) next to it, where `auto_map` refers to them.
+    Copies classes that came with the checkpoint (`trust_remote_code`) next to it, where `auto_map`
+    refers to them.
     """
     from transformers.dynamic_module_utils import custom_object_save
 
@@ -186,18 +213,24 @@ def write_config(model: "PreTrainedModel", directory: Path, quantization: dict |
     contents["architectures"] = model.config.architectures or [type(model).__name__]
     if quantization is not None:
         contents["quantization_config"] = quantization
-    (directory / "config.json").write_text(json.dumps(contents, indent=2, sort_keys=True, default=str) + "\n")
+    (directory / "config.json").write_text(
+        json.dumps(contents, indent=2, sort_keys=True, default=str) + "\n"
+    )
 
 
 def set_dtype(directory: Path, dtype: torch.dtype | None) -> None:
-    """Have float32 weights loaded in the type that autocast rounded them to: in training, no pass saw the rest."""
+    """Have float32 weights loaded in the type that autocast rounded them to: in training, no pass
+    saw the rest.
+    """
     path = directory / "config.json"
     if dtype is not None and path.exists():  # an adapter has none
         contents = json.loads(path.read_text(encoding="utf-8"))
         for config in (contents, contents.get("text_config") or {}):
             if config.get("dtype") in ("float32", None):
                 config["dtype"] = str(dtype).removeprefix("torch.")
-        (tmp := path.with_suffix(".tmp")).write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
+        (tmp := path.with_suffix(".tmp")).write_text(
+            json.dumps(contents, indent=2) + "\n", encoding="utf-8"
+        )
         tmp.replace(path)
 
 

@@ -1,6 +1,7 @@
 """A model's parameters in, the tensors of its quantized checkpoint out, one layer at a time.
 
-`CheckpointForm` splits and renames parameters, `Smoothing` rescales them, and each layer's format rounds and packs it.
+`CheckpointForm` splits and renames parameters, `Smoothing` rescales them, and each layer's format
+rounds and packs it.
 """
 
 from collections import deque
@@ -16,28 +17,34 @@ from trl_qurl.quantization.smoothing import Smoothing
 
 
 class WeightStream:
-    """Reusable converter from the parameters of a model, with or without PEFT, to the tensors of its checkpoint.
+    """Reusable converter from the parameters of a model, with or without PEFT, to the tensors of
+    its checkpoint.
 
     Raises `ValueError` as `CheckpointForm` and `Smoothing` do.
     """
 
-    grid: torch.dtype | None = None  # the type of the trainer's autocast, to which it rounds all but adapters
+    # the type of the trainer's autocast, to which it rounds all but adapters
+    grid: torch.dtype | None = None
     is_rounded = False  # whether the model has the engine's values already (`round_base`)
 
     def __init__(
         self,
         model: Any,
         plan: QuantizationPlan,  # an empty one quantizes nothing
-        smooths: bool = False,  # whether to fold `smoothing` into the weights, for the formats that it helps
+        # whether to fold `smoothing` into the weights, for the formats that it helps
+        smooths: bool = False,
     ) -> None:
         self.plan = plan
         self.form = CheckpointForm(model, splits_experts=bool(plan.schemes))
         smoothed = frozenset(name for name, scheme in plan.schemes.items() if scheme.is_smoothed)
         self.smoothing = Smoothing(model, smoothed) if smooths else None
-        self.transforms: list[Callable[[NamedTensors], NamedTensors]] = [self.smoothing.fold] if self.smoothing else []
+        self.transforms: list[Callable[[NamedTensors], NamedTensors]] = (
+            [self.smoothing.fold] if self.smoothing else []
+        )
 
     def fit_smoothing(self, model: Any, sequences: Iterable[Sequence[int]]) -> None:
-        """Fit the scales to the tokens of a few sequences before there are rollouts, in this process only.
+        """Fit the scales to the tokens of a few sequences before there are rollouts, in this
+        process only.
 
         The stream's `model` must be whole and in memory.
         """
@@ -45,23 +52,35 @@ class WeightStream:
         was_training, self.smoothing.collects = model.training, True
         deque(self.smoothing.fold(self.form.convert(model_parameters(model))), maxlen=0)
         model.eval()
-        autocast = torch.autocast(model.device.type, self.grid, self.grid is not None, cache_enabled=False)
+        autocast = torch.autocast(
+            model.device.type, self.grid, self.grid is not None, cache_enabled=False
+        )
         with torch.inference_mode(), autocast, self.smoothing.watch():
             for tokens in sequences:
-                model(input_ids=torch.tensor([tokens], device=model.device), use_cache=False, logits_to_keep=1)
+                model(
+                    input_ids=torch.tensor([tokens], device=model.device),
+                    use_cache=False,
+                    logits_to_keep=1,
+                )
         model.train(was_training)
         self.smoothing.collects = False
         self.smoothing.fit(is_shared=False)
 
     def tensors(
-        self, named_parameters: NamedTensors, dtype: torch.dtype | None = None, is_exact: bool = False
+        self,
+        named_parameters: NamedTensors,
+        dtype: torch.dtype | None = None,
+        is_exact: bool = False,
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Convert a model's parameters, without adapters, to tensors in checkpoint format, one layer at a time.
+        """Convert a model's parameters, without adapters, to tensors in checkpoint format, one
+        layer at a time.
 
-        `dtype` casts matrices that are not quantized. The engine would cast them to the same bits, so this only saves
-        bandwidth. If `is_exact`, codes are made from float32 and do not depend on the dtype of the parameters.
+        `dtype` casts matrices that are not quantized. The engine would cast them to the same bits,
+        so this only saves bandwidth. If `is_exact`, codes are made from float32 and do not depend
+        on the dtype of the parameters.
 
-        Raises `ValueError` if the scheme cannot store a layer, or, after the last tensor, if a layer is missing.
+        Raises `ValueError` if the scheme cannot store a layer, or, after the last tensor, if a
+        layer is missing.
         """
         missing = set(self.plan.schemes)
         tensors: NamedTensors = self.form.convert(named_parameters)
@@ -77,11 +96,14 @@ class WeightStream:
             yield from ((f"{layer}.{suffix}", part) for suffix, part in parts.items())
         if missing:
             raise ValueError(
-                f"{len(missing)} of {len(self.plan.schemes)} layers to quantize were not among the parameters, first "
-                f"{min(missing)!r}: pass all parameters of the model that the stream was made for."
+                f"{len(missing)} of {len(self.plan.schemes)} layers to quantize were not among the "
+                f"parameters, first {min(missing)!r}: pass all parameters of the model that the "
+                "stream was made for."
             )
 
-    def stored(self, parameter: str, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    def stored(
+        self, parameter: str, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield what `tensors` yields for the parameter of this name, on the meta device."""
         for name, tensor in self.form.layout[parameter].items():
             layer = name.removesuffix(".weight")
@@ -93,9 +115,17 @@ class WeightStream:
 
     def nbytes(self, dtype: torch.dtype | None = None) -> int:
         """Return the size of everything that `tensors` yields, in bytes."""
-        return sum(tensor.nbytes for parameter in self.form.layout for _, tensor in self.stored(parameter, dtype))
+        return sum(
+            tensor.nbytes
+            for parameter in self.form.layout
+            for _, tensor in self.stored(parameter, dtype)
+        )
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     """Cast a matrix; engines keep some vectors in float32, and those are small."""
-    return tensor if dtype is None or tensor.dim() < 2 or not tensor.is_floating_point() else tensor.to(dtype)
+    return (
+        tensor
+        if dtype is None or tensor.dim() < 2 or not tensor.is_floating_point()
+        else tensor.to(dtype)
+    )

@@ -1,8 +1,10 @@
-"""Update-aware quantization (UAQ): the same function with smaller weights, which makes updates relatively larger.
+"""Update-aware quantization (UAQ): the same function with smaller weights, which makes updates
+relatively larger.
 
-The linear layers that a norm feeds are divided by s once, before training. The rounding step of their weights is then
-s times finer, and so is the threshold that an update must exceed to change a code. Layers without a norm before them
-(o_proj, down_proj), the embedding and the head stay as they are. `architectures` lists the supported models.
+The linear layers that a norm feeds are divided by s once, before training. The rounding step of
+their weights is then s times finer, and so is the threshold that an update must exceed to change a
+code. Layers without a norm before them (o_proj, down_proj), the embedding and the head stay as they
+are. `architectures` lists the supported models.
 """
 
 import math
@@ -35,10 +37,10 @@ def scale_model_(model: PreTrainedModel, scale: float) -> bool:
 
         W ← W / s,    g ← s · g
 
-    Where g is the gain of the norm that feeds W. Biases do not change: (W / s)(s x) + b = W x + b. `save_pretrained`
-    keeps the record, so a saved model is not scaled twice. Models that share a config object share the record. In
-    float32 the function is unchanged up to rounding. In bfloat16 and float16 the rounding is not small: this warns.
-    Source: Eq. 10-12, Fig. 5.
+    Where g is the gain of the norm that feeds W. Biases do not change: (W / s)(s x) + b = W x + b.
+    `save_pretrained` keeps the record, so a saved model is not scaled twice. Models that share a
+    config object share the record. In float32 the function is unchanged up to rounding. In bfloat16
+    and float16 the rounding is not small: this warns. Source: Eq. 10-12, Fig. 5.
 
     Args:
         model: A model of a type in `ARCHITECTURES`, whole or without its head.
@@ -48,18 +50,21 @@ def scale_model_(model: PreTrainedModel, scale: float) -> bool:
         True if the model was scaled, False if it already had this scale.
 
     Raises:
-        ValueError: If the scale is not finite and above 0, the model has another scale or an unknown type, or one of
-            its layers is not a plain linear layer in memory. Nothing is changed then.
+        ValueError: If the scale is not finite and above 0, the model has another scale or an
+            unknown type, or one of its layers is not a plain linear layer in memory. Nothing is
+            changed then.
     """
     if not (0 < scale < math.inf):
-        raise ValueError(f"Got UAQ scale {scale}. It must be finite and above 0; 1.0 turns UAQ off.")
+        raise ValueError(
+            f"Got UAQ scale {scale}. It must be finite and above 0; 1.0 turns UAQ off."
+        )
     recorded = recorded_scale(model)
     if recorded == scale:
         return False
     if recorded != 1.0:
         raise ValueError(
-            f"Got UAQ scale {scale}, but the model was already scaled by {recorded} (config.uaq_scale). "
-            f"Keep uaq_scale={recorded}, or load the unscaled model."
+            f"Got UAQ scale {scale}, but the model was already scaled by {recorded} "
+            f"(config.uaq_scale). Keep uaq_scale={recorded}, or load the unscaled model."
         )
     for norm, linears, offset in _scalable_weights(model, scale):
         with torch.no_grad(), whole([norm, *linears]):
@@ -73,11 +78,14 @@ def scale_model_(model: PreTrainedModel, scale: float) -> bool:
 def _scalable_weights(
     model: PreTrainedModel, scale: float
 ) -> list[tuple[torch.Tensor, tuple[torch.Tensor, ...], float]]:
-    """Return each norm's weight, the weights it feeds, and the gain's offset, after checking all of them."""
+    """Return each norm's weight, the weights it feeds, and the gain's offset, after checking all of
+    them.
+    """
     if is_peft_model(model):
         raise ValueError(
-            "Got a PEFT model. An adapter trained on the scaled base does not fit the unscaled base that it is later "
-            "loaded on. Set uaq_scale=1.0, or scale and save the base first and train the adapter on that copy."
+            "Got a PEFT model. An adapter trained on the scaled base does not fit the unscaled "
+            "base that it is later loaded on. Set uaq_scale=1.0, or scale and save the base first "
+            "and train the adapter on that copy."
         )
     (feeds, offset), layers = decoder_layers(model, "UAQ", "Set uaq_scale=1.0 to train without it.")
     modules = dict(model.named_modules())
@@ -90,11 +98,16 @@ def _scalable_weights(
         for path in layers
         for norm, linears in feeds.items()
     ]
-    halves = {t.dtype for norm, linears, _ in groups for t in (norm, *linears)} & {torch.bfloat16, torch.float16}
+    halves = {t.dtype for norm, linears, _ in groups for t in (norm, *linears)} & {
+        torch.bfloat16,
+        torch.float16,
+    }
     if halves and (offset or math.frexp(scale)[0] != 0.5):
         warnings.warn(
-            f"UAQ with scale {scale} rounds {', '.join(sorted(map(str, halves)))} weights: the model is no longer "
-            'exactly the same function. Load it in float32 (model_init_kwargs={"dtype": "float32"}). If its norms '
+            f"UAQ with scale {scale} rounds {', '.join(sorted(map(str, halves)))} weights: the "
+            "model is no longer "
+            'exactly the same function. Load it in float32 (model_init_kwargs={"dtype": '
+            '"float32"}). If its norms '
             "multiply by their plain weight, a power of two is exact, too.",
             stacklevel=3,
         )
@@ -104,18 +117,27 @@ def _scalable_weights(
 def _weight(modules: dict[str, nn.Module], name: str, cls: type[nn.Module]) -> torch.Tensor:
     module = modules.get(name)
     weight = getattr(module, "weight", None)
-    if not isinstance(module, cls) or not isinstance(weight, nn.Parameter) or not weight.is_floating_point():
-        actual = f"a {type(module).__name__} of {weight.dtype}" if isinstance(weight, nn.Parameter) else "none"
-        raise ValueError(
-            f"UAQ needs a plain floating-point layer {name} and found {actual}: load the model without adapters, "
-            "fused or quantized layers, or set uaq_scale=1.0."
+    if (
+        not isinstance(module, cls)
+        or not isinstance(weight, nn.Parameter)
+        or not weight.is_floating_point()
+    ):
+        actual = (
+            f"a {type(module).__name__} of {weight.dtype}"
+            if isinstance(weight, nn.Parameter)
+            else "none"
         )
-    # ZeRO-3 gathers its shards later. FSDP may load only on the first process, which sends its scaled weights.
+        raise ValueError(
+            f"UAQ needs a plain floating-point layer {name} and found {actual}: load the model "
+            "without adapters, fused or quantized layers, or set uaq_scale=1.0."
+        )
+    # ZeRO-3 gathers its shards later. FSDP may load only on the first process, which sends its
+    # scaled weights.
     arrives_later = is_deepspeed_zero3_enabled() or is_fsdp_enabled()
     if (weight.is_meta or weight.numel() == 0) and not arrives_later:
         raise ValueError(
-            f"The weight of {name} is not in memory here: shape {tuple(weight.shape)}, device {weight.device}. Scale "
-            "the checkpoint in advance, in one process: from_pretrained, scale_model_, save_pretrained. Or set "
-            "uaq_scale=1.0."
+            f"The weight of {name} is not in memory here: shape {tuple(weight.shape)}, device "
+            f"{weight.device}. Scale the checkpoint in advance, in one process: from_pretrained, "
+            "scale_model_, save_pretrained. Or set uaq_scale=1.0."
         )
     return weight

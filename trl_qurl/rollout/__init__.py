@@ -1,1 +1,3 @@
-"""Rollouts: TRL's backend on quantized weights (`backend`), the `engine`, the `checks` of a sync, and metrics."""
+"""Rollouts: TRL's backend on quantized weights (`backend`), the `engine`, the `checks` of a sync,
+and metrics.
+"""

@@ -1,20 +1,24 @@
-"""Rollouts one step ahead: a server generates rollout k + 1 while the trainer learns from rollout k.
+"""Rollouts one step ahead: a server generates rollout k + 1 while the trainer learns from rollout
+k.
 
 With `rollouts_ahead=1`, two calls of TRL's at the start of rollout k do more than usual:
 
-1. `sync_weights` first collects rollout k, which the server began after the previous sync. The engine is idle then,
-   and the policy's current weights θ_k are sent and checked as always.
-2. `generate` returns the collected rollout, and lets the server begin rollout k + 1, which θ_k samples.
+1. `sync_weights` first collects rollout k, which the server began after the previous sync. The
+   engine is idle then, and the policy's current weights θ_k are sent and checked as always.
+2. `generate` returns the collected rollout, and lets the server begin rollout k + 1, which θ_k
+   samples.
 
-The trainer scores rollout k and learns from it in the meantime, so the weights that sample a rollout are always one
-rollout old. Only the HTTP request runs on a thread of its own; every collective operation stays on the main thread.
+The trainer scores rollout k and learns from it in the meantime, so the weights that sample a
+rollout are always one rollout old. Only the HTTP request runs on a thread of its own; every
+collective operation stays on the main thread.
 
-Nothing changes in the loss. TRL scores a rollout when it begins to learn from it, so π_prox is θ_k, and
-ρ = π_prox/π_behav covers rounding and staleness together.
+Nothing changes in the loss. TRL scores a rollout when it begins to learn from it, so π_prox is θ_k,
+and ρ = π_prox/π_behav covers rounding and staleness together.
 
-Each fault has one way out. If the server is lost while a rollout is out, collecting it fails, and it is generated
-again from the current weights, as after any other fault (`recovery`). A checkpoint holds the collected rollout.
-Evaluation collects it first and uses the engine in between. When training ends early, `drop` aborts the request.
+Each fault has one way out. If the server is lost while a rollout is out, collecting it fails, and
+it is generated again from the current weights, as after any other fault (`recovery`). A checkpoint
+holds the collected rollout. Evaluation collects it first and uses the engine in between. When
+training ends early, `drop` aborts the request.
 """
 
 import time
@@ -43,10 +47,13 @@ ABORT_SECONDS = 30.0  # for a server to abort a rollout
 
 @dataclass
 class Request:
-    """A request to generate in the background: the next call of `generate` sends it, and the one after answers it."""
+    """A request to generate in the background: the next call of `generate` sends it, and the one
+    after answers it.
+    """
 
     future: Future | None = None  # once it is sent
-    seconds: float | None = None  # that the server took; `None` before the answer, and if there is none
+    # that the server took; `None` before the answer, and if there is none
+    seconds: float | None = None
 
 
 class AheadEngine(ServedEngine):
@@ -55,7 +62,9 @@ class AheadEngine(ServedEngine):
     out: Request | None = None  # from before it is sent until it is answered
 
     def generate(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Generate as the parent does, unless a `Request` is out: then send it, or return its answer."""
+        """Generate as the parent does, unless a `Request` is out: then send it, or return its
+        answer.
+        """
         request = self.out
         if request is None:
             return super().generate(*args, **kwargs)
@@ -98,7 +107,8 @@ class Rollout:
     prompts: Tokens  # of this process, one per completion
     group_size: int  # completions per prompt
     step: int  # optimizer steps when the weights that sample it were sent
-    output: tuple | None = None  # of TRL's `generate`, for this process; `None` while the rollout is out
+    # of TRL's `generate`, for this process; `None` while the rollout is out
+    output: tuple | None = None
     waited_s: float = 0.0  # that the trainer has waited for it
 
 
@@ -115,7 +125,9 @@ class AheadVLLMGeneration(QuantizedVLLMGeneration):
         super().sync_weights()
 
     def generate(self, prompts: Tokens, images: Any, num_generations: int, **kwargs: Any) -> tuple:
-        """Return the rollout of these prompts, generated ahead if it was, and begin the upcoming one."""
+        """Return the rollout of these prompts, generated ahead if it was, and begin the upcoming
+        one.
+        """
         self.collect()
         context, step, waited_s = self.current, self._global_step(), 0.0
         output, sampled_at = None, step
@@ -125,7 +137,9 @@ class AheadVLLMGeneration(QuantizedVLLMGeneration):
                 output, sampled_at = self._next.output, self._next.step
             self._next = None
         if output is None:  # the first rollout, or an evaluation
-            output = super().generate(prompts=prompts, images=images, num_generations=num_generations, **kwargs)
+            output = super().generate(
+                prompts=prompts, images=images, num_generations=num_generations, **kwargs
+            )
         context.used_engine, context.behavior_logps = True, output[2]
         if context.upcoming is not None:
             context.cost.metrics |= {
@@ -140,13 +154,21 @@ class AheadVLLMGeneration(QuantizedVLLMGeneration):
         return output
 
     def collect(self) -> None:
-        """Wait for the rollout that is out; if it is lost, generate it again. A collective operation."""
+        """Wait for the rollout that is out; if it is lost, generate it again. A collective
+        operation.
+        """
         rollout = self._next
         if rollout is None or rollout.output is not None:
             return
         request = self.vllm_client.out if self.accelerator.is_main_process else None
-        started, version, generated_before = time.perf_counter(), self.sync.version, self.current.cost.generate_s
-        rollout.output = super().generate(prompts=rollout.prompts, images=None, num_generations=rollout.group_size)
+        started, version, generated_before = (
+            time.perf_counter(),
+            self.sync.version,
+            self.current.cost.generate_s,
+        )
+        rollout.output = super().generate(
+            prompts=rollout.prompts, images=None, num_generations=rollout.group_size
+        )
         rollout.waited_s += time.perf_counter() - started
         if request is not None and request.seconds is not None:
             self.current.cost.generate_s = generated_before + request.seconds
@@ -179,26 +201,30 @@ class UpcomingRows:
     """
 
     def __init__(self, sampler: RepeatSampler, dataset: Any, accelerator: Accelerator) -> None:
-        size = sampler.batch_size * sampler.mini_repeat_count  # completions per rollout, over all processes
+        # completions per rollout, over all processes
+        size = sampler.batch_size * sampler.mini_repeat_count
         self._dataset, self._accelerator = dataset, accelerator
         self._limit = len(sampler) // (size * sampler.repeat_count) + 1  # rollouts of an epoch
         self._rollouts = _rollouts(sampler, size)
         self._following = next(self._rollouts)
 
     def after(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return this process's rows of the rollout that follows the one with `rows`; none if that is not found.
+        """Return this process's rows of the rollout that follows the one with `rows`; none if that
+        is not found.
 
         A resumed run finds its place by its rows. A collective operation.
         """
         for _ in range(self._limit):
             current, self._following = self._following, next(self._rollouts)
-            found = [row["prompt"] for row in rows] == [row["prompt"] for row in self._of_this_process(current)]
+            found = [row["prompt"] for row in rows] == [
+                row["prompt"] for row in self._of_this_process(current)
+            ]
             if all(gather_object([found])):
                 return self._of_this_process(self._following)
         self._limit = 0
         logger.warning_once(
-            "rollouts_ahead has no effect: the dataset's rows differ from those that TRL's sampler draws, as with "
-            "a random transform, so the next prompts are not known."
+            "rollouts_ahead has no effect: the dataset's rows differ from those that TRL's sampler "
+            "draws, as with a random transform, so the next prompts are not known."
         )
         return []
 
@@ -209,7 +235,9 @@ class UpcomingRows:
 
 
 def _rollouts(sampler: RepeatSampler, size: int) -> Iterator[list[int]]:
-    """Yield the rows of each rollout, epoch after epoch; the sampler repeats them for every micro-batch."""
+    """Yield the rows of each rollout, epoch after epoch; the sampler repeats them for every
+    micro-batch.
+    """
     while True:
         indices = iter(sampler)
         while rollout := list(islice(indices, size)):

@@ -1,12 +1,13 @@
 """The directory through which a run passes checkpoints to its engine, readable only by this user.
 
-A run takes the lowest number whose lock file it can lock (`0.lock` for `0`), and only the holder of that lock creates
-or removes the directory. No run removes lock files, so a path always means the same lock. The system releases it
-when a run is killed, and the next run then removes the leftovers. A logout (systemd's RemoveIPC) or a cleaner may
-remove all of it under a run that goes on, which then makes and locks it again.
+A run takes the lowest number whose lock file it can lock (`0.lock` for `0`), and only the holder of
+that lock creates or removes the directory. No run removes lock files, so a path always means the
+same lock. The system releases it when a run is killed, and the next run then removes the leftovers.
+A logout (systemd's RemoveIPC) or a cleaner may remove all of it under a run that goes on, which
+then makes and locks it again.
 
-Numbers, because vLLM includes a model's path in the key of its cache of compiled graphs: a new name at each start
-would trigger another compilation.
+Numbers, because vLLM includes a model's path in the key of its cache of compiled graphs: a new name
+at each start would trigger another compilation.
 """
 
 import fcntl
@@ -32,11 +33,13 @@ LOCK_SUFFIX = ".lock"
 
 
 class CheckpointDirectory:
-    """A new directory for this run's checkpoints, removed with the object, by `remove`, or when the process ends.
+    """A new directory for this run's checkpoints, removed with the object, by `remove`, or when the
+    process ends.
 
-    Memory (`/dev/shm`) is preferred, because these files are written and read at every sync. If it is missing or too
-    small (containers often give it 64 MB), the system's temporary directory is used, unless another parent is
-    requested. Raises `OSError` if the directory is not writable or too small.
+    Memory (`/dev/shm`) is preferred, because these files are written and read at every sync. If it
+    is missing or too small (containers often give it 64 MB), the system's temporary directory is
+    used, unless another parent is requested. Raises `OSError` if the directory is not writable or
+    too small.
     """
 
     def __init__(self, requested: str | None, bytes_needed: int) -> None:
@@ -60,8 +63,9 @@ class CheckpointDirectory:
                 lock = _lock(self.path)
             except BlockingIOError:
                 raise OSError(
-                    f"{self.path} was removed under this run, by a logout or a cleaner, and another run has taken its "
-                    "place: set rollout_checkpoint_dir to a directory that stays, and resume from the last checkpoint."
+                    f"{self.path} was removed under this run, by a logout or a cleaner, and "
+                    "another run has taken its place: set rollout_checkpoint_dir to a directory "
+                    "that stays, and resume from the last checkpoint."
                 ) from None
             self.remove.detach()
             os.close(self._lock)
@@ -71,25 +75,40 @@ class CheckpointDirectory:
 
 
 class CheckpointFolder:
-    """The directory as all processes of a run share it: one process writes, and all know the path and wait for it.
+    """The directory as all processes of a run share it: one process writes, and all know the path
+    and wait for it.
 
     One process writes for a server; for colocated engines, one process on each node writes.
     """
 
     def __init__(
-        self, accelerator: Accelerator, writer: CheckpointWriter, parent: str | None, nbytes: int, is_served: bool
+        self,
+        accelerator: Accelerator,
+        writer: CheckpointWriter,
+        parent: str | None,
+        nbytes: int,
+        is_served: bool,
     ) -> None:
         self._accelerator = accelerator
         self.writer = writer
-        self.is_writer = accelerator.is_main_process if is_served else accelerator.is_local_main_process
-        self._directory = raise_everywhere(lambda: CheckpointDirectory(parent, nbytes) if self.is_writer else None)
+        self.is_writer = (
+            accelerator.is_main_process if is_served else accelerator.is_local_main_process
+        )
+        self._directory = raise_everywhere(
+            lambda: CheckpointDirectory(parent, nbytes) if self.is_writer else None
+        )
         source = 0 if is_served else accelerator.process_index - accelerator.local_process_index
         self.path: Path = gather_object([self._directory and self._directory.path])[source]
 
     def write(
-        self, name: str, rollout_tensors: NamedTensors, write: Callable[[NamedTensors, Path], None] | None = None
+        self,
+        name: str,
+        rollout_tensors: NamedTensors,
+        write: Callable[[NamedTensors, Path], None] | None = None,
     ) -> Path:
-        """Write a checkpoint from tensors in its format, or call `write` on them. A collective operation."""
+        """Write a checkpoint from tensors in its format, or call `write` on them. A collective
+        operation.
+        """
         path = self.path / name
         save = write or self.writer.write
         drain: Callable[[], object] = functools.partial(deque, rollout_tensors, maxlen=0)
@@ -106,20 +125,26 @@ class CheckpointFolder:
         return path
 
     def remove(self, name: str) -> None:
-        """Remove a checkpoint, if it exists, once no process reads it anymore. A collective operation."""
+        """Remove a checkpoint, if it exists, once no process reads it anymore. A collective
+        operation.
+        """
         self._accelerator.wait_for_everyone()
         if self.is_writer:
             shutil.rmtree(self.path / name, ignore_errors=True)
 
     def drop_weights(self, name: str) -> None:
-        """Remove a checkpoint's weights once the engine has loaded them: the directory may be in memory."""
+        """Remove a checkpoint's weights once the engine has loaded them: the directory may be in
+        memory.
+        """
         if self.is_writer:
             for weights in (self.path / name).glob("*.safetensors"):
                 weights.unlink()
 
 
 def _create(requested: str | None, bytes_needed: int) -> tuple[Path, int]:
-    """Create a directory in the first parent that has room. Return it and the open lock file of its owner."""
+    """Create a directory in the first parent that has room. Return it and the open lock file of its
+    owner.
+    """
     parents = [Path(requested)] if requested else [Path("/dev/shm"), Path(tempfile.gettempdir())]
     reason = ""
     for parent in parents:
@@ -127,7 +152,8 @@ def _create(requested: str | None, bytes_needed: int) -> tuple[Path, int]:
             if requested:
                 parent.mkdir(parents=True, exist_ok=True)
             # Per boot, because some network file systems do not enforce a lock between machines.
-            home = parent / f"trl-qurl-{os.getuid()}-{Path('/proc/sys/kernel/random/boot_id').read_text()[:8]}"
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
+            home = parent / f"trl-qurl-{os.getuid()}-{boot}"
             _remove_abandoned(home)
             free = shutil.disk_usage(parent).free
             if free >= bytes_needed:
@@ -136,8 +162,8 @@ def _create(requested: str | None, bytes_needed: int) -> tuple[Path, int]:
         except OSError as error:
             reason = error.strerror or str(error)
     raise OSError(
-        f"No room for the rollout engine's checkpoint in {' or '.join(map(str, parents))} ({reason}): set "
-        "rollout_checkpoint_dir to a writable directory with enough space."
+        f"No room for the rollout engine's checkpoint in {' or '.join(map(str, parents))} "
+        f"({reason}): set rollout_checkpoint_dir to a writable directory with enough space."
     )
 
 
@@ -155,7 +181,9 @@ def _claim(home: Path) -> tuple[Path, int]:
 
 
 def _lock(directory: Path) -> int:
-    """Lock a directory's lock file and return it, open. Raises `BlockingIOError` while a run holds it."""
+    """Lock a directory's lock file and return it, open. Raises `BlockingIOError` while a run holds
+    it.
+    """
     lock = os.open(f"{directory}{LOCK_SUFFIX}", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         if os.fstat(lock).st_uid != directory.parent.lstat().st_uid:

@@ -25,7 +25,9 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by accelerate's `m
 
 @dataclass(frozen=True)
 class RolloutSettings:
-    """The rollout settings of a trainer's config, as flat values: config objects stop at the trainers."""
+    """The rollout settings of a trainer's config, as flat values: config objects stop at the
+    trainers.
+    """
 
     formats: Formats  # of the rollout weights
     ignore: tuple[str, ...]  # patterns of modules kept in full precision
@@ -41,13 +43,17 @@ class RolloutSettings:
 
 
 def prepare_weights(
-    model: Any, rollout: RolloutSettings, accelerator: Accelerator, prompts: Callable[[], list[list[int]]]
+    model: Any,
+    rollout: RolloutSettings,
+    accelerator: Accelerator,
+    prompts: Callable[[], list[list[int]]],
 ) -> WeightStream:
-    """Return the stream of weights to send, smoothed for the tokens of the first prompts where that is possible.
+    """Return the stream of weights to send, smoothed for the tokens of the first prompts where that
+    is possible.
 
-    A collective operation. `prompts` returns the tokens of a few prompts, or none if they are not known yet. Then, and
-    where FSDP or DeepSpeed prepares the model later, smoothing begins with the second rollout. Raises `ValueError` as
-    `check_policy` and `make_plan` do.
+    A collective operation. `prompts` returns the tokens of a few prompts, or none if they are not
+    known yet. Then, and where FSDP or DeepSpeed prepares the model later, smoothing begins with the
+    second rollout. Raises `ValueError` as `check_policy` and `make_plan` do.
     """
     check_policy(plain_model(model))
     smooths = rollout.smooths
@@ -60,12 +66,18 @@ def prepare_weights(
             tensor.data = on_grid(tensor.data, weights.grid)
     if weights.smoothing is None:
         return weights
-    # FSDP and DeepSpeed leave the model on the host for now, where one core would take minutes for these passes.
-    arrives_later = DistributedBackend(accelerator).is_zero3 or model.device.type != accelerator.device.type
+    # FSDP and DeepSpeed leave the model on the host for now, where one core would take minutes for
+    # these passes.
+    arrives_later = (
+        DistributedBackend(accelerator).is_zero3 or model.device.type != accelerator.device.type
+    )
     sequences = [] if arrives_later else prompts()
     if not sequences:
-        logger.info("Smoothing begins with the second rollout, because the model or its prompts come later.")
-    scales: list[Any] = [{}]  # made by the main process, because others may not have loaded the weights
+        logger.info(
+            "Smoothing begins with the second rollout, because the model or its prompts come later."
+        )
+    # made by the main process, because others may not have loaded the weights
+    scales: list[Any] = [{}]
     if accelerator.is_main_process and sequences:
         weights.fit_smoothing(model, sequences)
         scales = [{name: scale.cpu() for name, scale in weights.smoothing.scales.items()}]
@@ -74,64 +86,86 @@ def prepare_weights(
 
 
 def plan_rollouts(model: Any, rollout: RolloutSettings) -> QuantizationPlan:
-    """Plan the formats of a model's layers, and log which ones stay in 16 bits if that is not obvious.
+    """Plan the formats of a model's layers, and log which ones stay in 16 bits if that is not
+    obvious.
 
-    Experts that this machine's engine cannot run in the one format of all layers stay in 16 bits, with a warning. A
-    server is started elsewhere, with its own `--ignore`.
+    Experts that this machine's engine cannot run in the one format of all layers stay in 16 bits,
+    with a warning. A server is started elsewhere, with its own `--ignore`.
     """
     plan = make_plan(model, rollout.formats, rollout.ignore)
     is_default = isinstance(rollout.formats, str) and not rollout.is_served
     obstacle = expert_obstacle(plain_model(model).config, plan.schemes) if is_default else None
     if obstacle is not None:
         ignore = [*rollout.ignore, EXPERTS]
-        logger.warning("%s, so they stay in 16 bits, as with quantization_ignore=%s.", obstacle, ignore)
+        logger.warning(
+            "%s, so they stay in 16 bits, as with quantization_ignore=%s.", obstacle, ignore
+        )
         plan = make_plan(model, rollout.formats, ignore)
     left = [name for name in model_layers(model) if name not in plan.schemes]
     if isinstance(rollout.formats, Mapping) and left:
-        logger.info("%d layers stay in 16 bits: %s%s.", len(left), ", ".join(left[:8]), ", ..." * (len(left) > 8))
+        logger.info(
+            "%d layers stay in 16 bits: %s%s.",
+            len(left),
+            ", ".join(left[:8]),
+            ", ..." * (len(left) > 8),
+        )
     return plan
 
 
 def check_policy(model: Any) -> None:
-    """Raise `ValueError` if an engine ties what this policy trains apart, or transformers would not save it."""
+    """Raise `ValueError` if an engine ties what this policy trains apart, or transformers would not
+    save it.
+    """
     tied = model.all_tied_weights_keys if vars(model.config).get("tie_word_embeddings") else {}
     both = [model.get_output_embeddings(), model.get_input_embeddings()] if tied else []
-    # What is trained of each, apart from a head's bias: itself, an adapter, or a copy (`modules_to_save`).
-    trained = [{p for name, p in m.named_parameters() if p.requires_grad and name != "bias"} for m in both]
+    # What is trained of each, apart from a head's bias: itself, an adapter, or a copy
+    # (`modules_to_save`).
+    trained = [
+        {p for name, p in m.named_parameters() if p.requires_grad and name != "bias"} for m in both
+    ]
     if tied and (trained[0] != trained[1] or both[0].weight is not both[1].weight):
         raise ValueError(
-            f"{' and '.join(*list(tied.items())[:1])} are one tensor in the engine (tie_word_embeddings), but the "
-            "policy trains them apart: leave both modules out of target_modules and modules_to_save, or save both "
-            "with ensure_weight_tying=True, or untie the model first."
+            f"{' and '.join(*list(tied.items())[:1])} are one tensor in the engine "
+            "(tie_word_embeddings), but the policy trains them apart: leave both modules out of "
+            "target_modules and modules_to_save, or save both with ensure_weight_tying=True, or "
+            "untie the model first."
         )
     try:
         if model.generation_config is not None:
             model.generation_config.validate(strict=True)
     except ValueError as error:
         raise ValueError(
-            f"transformers saves no model with the generation_config.json of {model.name_or_path or 'this one'}: "
-            f"correct it there, or in model.generation_config. {error}"
+            "transformers saves no model with the generation_config.json of "
+            f"{model.name_or_path or 'this one'}: correct it there, or in model.generation_config. "
+            f"{error}"
         ) from None
 
 
-def choose_route(requested: str, device: torch.device, obstacle: str | None, is_sharded: bool) -> tuple[str, str]:
+def choose_route(
+    requested: str, device: torch.device, obstacle: str | None, is_sharded: bool
+) -> tuple[str, str]:
     """Choose how to send whole weights to a server, and give the reason.
 
-    `requested` is the config's `weight_sync`, `device` the trainer's, `obstacle` why the server accepts no stream, and
-    `is_sharded` whether processes hold parts of the policy. Raises `ValueError` if a requested stream is not possible.
+    `requested` is the config's `weight_sync`, `device` the trainer's, `obstacle` why the server
+    accepts no stream, and `is_sharded` whether processes hold parts of the policy. Raises
+    `ValueError` if a requested stream is not possible.
     """
     if device.type != "cuda":
         obstacle = f"NCCL needs a CUDA device, and the trainer's is {device.type!r}"
     if requested == "stream" and obstacle:
         raise ValueError(
-            f"weight_sync='stream' is not possible: {obstacle}. Start the server with `trl-qurl serve` where it sees "
-            "a GPU, or set weight_sync='checkpoint' (or 'auto')."
+            f"weight_sync='stream' is not possible: {obstacle}. Start the server with `trl-qurl "
+            "serve` where it sees a GPU, or set weight_sync='checkpoint' (or 'auto')."
         )
     if requested != "auto":
         return requested, f"weight_sync={requested!r} requests it"
     if is_sharded and not obstacle:
         obstacle = "streaming a sharded policy is untested on GPUs (weight_sync='stream' forces it)"
-    return ("checkpoint", obstacle) if obstacle else ("stream", "the trainer and the server both have NCCL")
+    return (
+        ("checkpoint", obstacle)
+        if obstacle
+        else ("stream", "the trainer and the server both have NCCL")
+    )
 
 
 def choose_adapter(
@@ -139,18 +173,21 @@ def choose_adapter(
 ) -> tuple[bool, str]:
     """Choose whether to send an adapter without its base, and give the reason.
 
-    `requested` is the config's `weight_sync`, `obstacle` why the adapter cannot be sent alone. A server accepts
-    adapters up to `served_rank` (0: none), or larger ones once restarted with the command `restart`; `None` means a
-    colocated engine. Raises `ValueError` if a requested adapter is not possible, and also for whole weights to a
-    server that accepts adapters, because its layers are not the ones that whole weights are loaded into.
+    `requested` is the config's `weight_sync`, `obstacle` why the adapter cannot be sent alone. A
+    server accepts adapters up to `served_rank` (0: none), or larger ones once restarted with the
+    command `restart`; `None` means a colocated engine. Raises `ValueError` if a requested adapter
+    is not possible, and also for whole weights to a server that accepts adapters, because its
+    layers are not the ones that whole weights are loaded into.
     """
     if obstacle is None and served_rank is not None and rank > served_rank:
         limit = f"only adapters up to rank {served_rank}" if served_rank else "no adapters"
-        obstacle = f"the server accepts {limit}, but this one has rank {rank}: start it with {restart}"
+        obstacle = (
+            f"the server accepts {limit}, but this one has rank {rank}: start it with {restart}"
+        )
     if requested == "adapter" and obstacle:
         raise ValueError(
-            f"An adapter alone (weight_sync='adapter', round_base=True) is not possible: {obstacle}. Without these "
-            "two settings, whole weights are sent."
+            "An adapter alone (weight_sync='adapter', round_base=True) is not possible: "
+            f"{obstacle}. Without these two settings, whole weights are sent."
         )
     if requested == "adapter":
         return True, "weight_sync='adapter' requests it"

@@ -1,4 +1,6 @@
-"""Prompts in tokens: whether the engine has room to continue them, and whether the model knows their tokens."""
+"""Prompts in tokens: whether the engine has room to continue them, and whether the model knows
+their tokens.
+"""
 
 from typing import Any
 
@@ -9,7 +11,9 @@ logger = get_logger(__name__)  # of the main process
 LENGTH = "vllm_max_model_length; of a server, --max-model-len"
 
 
-def check_room(longest: int, context: int, limit: int, name: str = "A prompt", setting: str = LENGTH) -> None:
+def check_room(
+    longest: int, context: int, limit: int, name: str = "A prompt", setting: str = LENGTH
+) -> None:
     """Raise `ValueError` if a prompt fills the context; warn if its completion may end early.
 
     Args:
@@ -21,24 +25,32 @@ def check_room(longest: int, context: int, limit: int, name: str = "A prompt", s
     """
     both = f"the context of {context} tokens ({setting})"
     if longest >= context:
-        raise ValueError(f"{name} of {longest} tokens fills {both}: enlarge it, or remove long prompts.")
+        raise ValueError(
+            f"{name} of {longest} tokens fills {both}: enlarge it, or remove long prompts."
+        )
     if longest + limit > context:
         early = f"Long prompts end completions before max_completion_length={limit}"
         logger.warning_once(f"{early}, because both share {both}.")
 
 
 def check_tokens(prompt: list[int], rows: int, tokenizer: Any, name: str = "A prompt") -> None:
-    """Raise `ValueError` for a prompt without tokens, or with one that is not in the embedding of `rows` rows."""
+    """Raise `ValueError` for a prompt without tokens, or with one that is not in the embedding of
+    `rows` rows.
+    """
     if not prompt:
-        raise ValueError(f"{name} has no tokens, so there is nothing to continue: remove it from the dataset.")
+        raise ValueError(
+            f"{name} has no tokens, so there is nothing to continue: remove it from the dataset."
+        )
     if max(prompt) >= rows:
         check_row(max(prompt), rows, tokenizer, f"a token of {name[0].lower()}{name[1:]}")
 
 
 def check_special_tokens(tokenizer: Any, rows: int) -> None:
-    """Raise `ValueError` if the padding or end token, which each rollout uses, is not in the embedding.
+    """Raise `ValueError` if the padding or end token, which each rollout uses, is not in the
+    embedding.
 
-    Other tokens may be missing as long as no prompt has them: some models have a larger tokenizer than embedding.
+    Other tokens may be missing as long as no prompt has them: some models have a larger tokenizer
+    than embedding.
     """
     for kind, number in (("padding", tokenizer.pad_token_id), ("end", tokenizer.eos_token_id)):
         if number is not None:
@@ -51,6 +63,7 @@ def check_row(number: int, rows: int, tokenizer: Any, name: str) -> None:
         return
     token = tokenizer.convert_ids_to_tokens(number)
     raise ValueError(
-        f"{token!r}, {name}, has the number {number}, but the model's embedding has only {rows} rows: load the model, "
-        "call model.resize_token_embeddings(len(tokenizer)), and pass that model; or use the tokenizer it came with."
+        f"{token!r}, {name}, has the number {number}, but the model's embedding has only {rows} "
+        "rows: load the model, call model.resize_token_embeddings(len(tokenizer)), and pass that "
+        "model; or use the tokenizer it came with."
     )

@@ -1,8 +1,10 @@
-"""Retry operations that a vLLM server fault interrupted, in all processes together, once the server is back.
+"""Retry operations that a vLLM server fault interrupted, in all processes together, once the server
+is back.
 
-Only the main process talks to the server, so only it sees the fault; the others are in a collective operation with it.
-`raise_everywhere` ends that operation in every process with the same error, and `recover` then retries it everywhere.
-A retry always starts from scratch: before a generation is retried, all weights are sent and checked again.
+Only the main process talks to the server, so only it sees the fault; the others are in a collective
+operation with it. `raise_everywhere` ends that operation in every process with the same error, and
+`recover` then retries it everywhere. A retry always starts from scratch: before a generation is
+retried, all weights are sent and checked again.
 """
 
 from collections.abc import Callable
@@ -22,10 +24,12 @@ Result = TypeVar("Result")
 def raise_everywhere(
     act: Callable[[], Result], is_served: bool = True, join: Callable[[], object] = lambda: None
 ) -> Result:
-    """Return the result of `act`. If it fails in the main process, raise its error in every process.
+    """Return the result of `act`. If it fails in the main process, raise its error in every
+    process.
 
-    After a failure, `join` runs the collective operations of `act` in which the other processes still are. This is
-    a collective operation if a server serves all processes; a colocated engine needs no synchronization.
+    After a failure, `join` runs the collective operations of `act` in which the other processes
+    still are. This is a collective operation if a server serves all processes; a colocated engine
+    needs no synchronization.
     """
     failure: Exception | None = None
     try:
@@ -45,10 +49,11 @@ def raise_everywhere(
 
 
 def recover(operation: Callable[[bool], Result], reconnect: Callable[[], None]) -> Result:
-    """Run an operation, retry it after server faults, and return its result. A collective operation.
+    """Run an operation, retry it after server faults, and return its result. A collective
+    operation.
 
-    `operation` is called with `True` on a retry. `reconnect`, called before each, waits for the server. Raises the
-    fault after `MAX_RECOVERIES` retries.
+    `operation` is called with `True` on a retry. `reconnect`, called before each, waits for the
+    server. Raises the fault after `MAX_RECOVERIES` retries.
     """
     retries = 0
     while True:

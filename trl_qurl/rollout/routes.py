@@ -1,7 +1,9 @@
-"""The routes of weights to an engine: a stream, files of a checkpoint (ours or llm-compressor's), an adapter alone.
+"""The routes of weights to an engine: a stream, files of a checkpoint (ours or llm-compressor's),
+an adapter alone.
 
-`QuantizedVLLMGeneration` chooses one when it starts an engine. From then on, every sync asks the same of each:
-`tensors` to send, `send` to load them, and `check` for what the engine has and is not sent.
+`QuantizedVLLMGeneration` chooses one when it starts an engine. From then on, every sync asks the
+same of each: `tensors` to send, `send` to load them, and `check` for what the engine has and is not
+sent.
 """
 
 import functools
@@ -28,15 +30,20 @@ from trl_qurl.rollout.wire import Engine, TensorMetadata, WeightUpdate
 
 @dataclass(eq=False)
 class Route(ABC):
-    """A route of whole weights from one policy to one engine. All methods are collective operations."""
+    """A route of whole weights from one policy to one engine. All methods are collective
+    operations.
+    """
 
     model: Any
     weights: WeightStream  # of this model
     is_served: bool  # whether the engine is a server, which only the main process talks to
     folder: CheckpointFolder | None = None  # of the files that the engine loads
-    rounds_base: bool = False  # whether the trainer computes with a frozen base's rounded values as well
-    engine: Engine | None = field(init=False, default=None)  # `None` where only the main process talks to a server
-    dtype: torch.dtype | None = field(init=False, default=None)  # of unquantized tensors; `None` does not cast them
+    # whether the trainer computes with a frozen base's rounded values as well
+    rounds_base: bool = False
+    # `None` where only the main process talks to a server
+    engine: Engine | None = field(init=False, default=None)
+    # of unquantized tensors; `None` does not cast them
+    dtype: torch.dtype | None = field(init=False, default=None)
 
     is_merged = True  # whether an adapter is merged into the weights
 
@@ -45,7 +52,9 @@ class Route(ABC):
         return self.weights.tensors(model_parameters(self.model, True, self.weights.grid))
 
     def attach(self, engine: Engine | None, dtype: str | None) -> None:
-        """Use an engine that has started. Casting to its dtype saves memory, and bytes to send and to digest."""
+        """Use an engine that has started. Casting to its dtype saves memory, and bytes to send and
+        to digest.
+        """
         self.engine, self.dtype = engine, getattr(torch, dtype) if dtype else None
 
     def check(self) -> None:  # noqa: B027
@@ -53,15 +62,21 @@ class Route(ABC):
 
     def tensors(self) -> Tensors:
         """Return the tensors to send, from one pass over the parameters."""
-        return self.weights.tensors(model_parameters(self.model, True, self.weights.grid), self.dtype)
+        return self.weights.tensors(
+            model_parameters(self.model, True, self.weights.grid), self.dtype
+        )
 
     @abstractmethod
     def send(self, update: WeightUpdate, stream: MeteredStream) -> None:
-        """Load the metered `tensors` into the engine. Raises in all processes what `Engine.load_stream` raises."""
+        """Load the metered `tensors` into the engine. Raises in all processes what
+        `Engine.load_stream` raises.
+        """
 
 
 class StreamRoute(Route):
-    """A colocated engine reads the stream in this process, and a server's workers receive it over NCCL."""
+    """A colocated engine reads the stream in this process, and a server's workers receive it over
+    NCCL.
+    """
 
     def send(self, update: WeightUpdate, stream: MeteredStream) -> None:  # noqa: D102
         if self.is_served:
@@ -84,9 +99,12 @@ class CheckpointRoute(Route):
     _sent = 0  # checkpoints that the engine has loaded
 
     def send(self, update: WeightUpdate, stream: MeteredStream) -> None:  # noqa: D102
-        # A retry after a fault reuses the name, because a server that only hung may still read from that path.
+        # A retry after a fault reuses the name, because a server that only hung may still read from
+        # that path.
         path = self._write(f"sync-{self._sent + 1}", stream)
-        raise_everywhere(lambda: self._load(self.engine, path, update) if self.engine else None, self.is_served)
+        raise_everywhere(
+            lambda: self._load(self.engine, path, update) if self.engine else None, self.is_served
+        )
         self.folder.remove(f"sync-{self._sent}")
         self._sent += 1
 
@@ -98,7 +116,9 @@ class CheckpointRoute(Route):
 
 
 class LLMCompressorRoute(CheckpointRoute):
-    """A checkpoint that llm-compressor writes. Our stream is only compared with what the engine loads."""
+    """A checkpoint that llm-compressor writes. Our stream is only compared with what the engine
+    loads.
+    """
 
     def attach(self, engine: Engine | None, dtype: str | None) -> None:  # noqa: D102
         super().attach(engine, None)  # llm-compressor writes tensors in the policy's own dtype
@@ -113,8 +133,10 @@ class AdapterRoute(CheckpointRoute):
     """Files of a LoRA adapter, for an engine that has the frozen base below it, quantized."""
 
     is_merged = False
-    checkpoint: Path | None = None  # of the base, if rounding has overwritten the weights it was made from
-    digests: dict[str, str] | None = None  # of the base that a server must have; only in the main process
+    # of the base, if rounding has overwritten the weights it was made from
+    checkpoint: Path | None = None
+    # of the base that a server must have; only in the main process
+    digests: dict[str, str] | None = None
 
     def starting_tensors(self) -> Tensors:
         """Return the tensors of the quantized base.
@@ -128,17 +150,21 @@ class AdapterRoute(CheckpointRoute):
         if not PartialState().is_main_process:
             return iter(())  # this process may not see the file and does not need it
         raise FileNotFoundError(
-            f"The quantized base of this run is gone from {self.checkpoint}: keep rollout_checkpoint_dir until the "
-            "run ends, or save with merge=True."
+            f"The quantized base of this run is gone from {self.checkpoint}: keep "
+            "rollout_checkpoint_dir until the run ends, or save with merge=True."
         )
 
     def attach(self, engine: Engine | None, dtype: str | None) -> None:
-        """Use an engine that has started. Record its base first, then round the trainer's with `rounds_base`."""
+        """Use an engine that has started. Record its base first, then round the trainer's with
+        `rounds_base`.
+        """
         super().attach(engine, dtype)
         engine_dtype = self.dtype or torch.float32
         if self.rounds_base:
             started = self.folder.path / "start"  # by a colocated engine
-            self.checkpoint = self.folder.write("start", self.starting_tensors()) if self.is_served else started
+            self.checkpoint = (
+                self.folder.write("start", self.starting_tensors()) if self.is_served else started
+            )
         if self.is_served:
             tensors = self.starting_tensors()
             if PartialState().is_main_process:
@@ -150,7 +176,9 @@ class AdapterRoute(CheckpointRoute):
 
     def check(self) -> None:  # noqa: D102
         if self.is_served:
-            raise_everywhere(lambda: self.engine.check_base(self.digests or {}) if self.engine else None)
+            raise_everywhere(
+                lambda: self.engine.check_base(self.digests or {}) if self.engine else None
+            )
 
     def tensors(self) -> Tensors:  # noqa: D102
         return adapter_tensors(self.model, self.dtype)
@@ -172,7 +200,9 @@ ROUTES: dict[str, Callable[..., Route]] = {
 
 
 def stream_metadata(weights: WeightStream, dtype: torch.dtype | None = None) -> TensorMetadata:
-    """Return the metadata of the tensors that the stream will yield, in order, without rounding any."""
+    """Return the metadata of the tensors that the stream will yield, in order, without rounding
+    any.
+    """
     return [
         (stored_name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
         for name in weights.form.layout

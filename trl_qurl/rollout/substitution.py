@@ -1,8 +1,8 @@
 """The only place where this package replaces a name inside TRL, or one setting of accelerate.
 
-TRL looks up its vLLM classes by module name, and whether to score a rollout on the trainer. Neither is an argument.
-A context manager replaces one for the duration of a call and always restores it, so no library stays patched.
-docs/upstream.md has the pull request that would end each use.
+TRL looks up its vLLM classes by module name, and whether to score a rollout on the trainer. Neither
+is an argument. A context manager replaces one for the duration of a call and always restores it, so
+no library stays patched. docs/upstream.md has the pull request that would end each use.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,9 @@ from typing import Any
 
 @contextmanager
 def substitute(owner: Any, name: str, replacement: Any) -> Iterator[None]:
-    """Replace `owner.name` inside the block. Raises `AttributeError` if TRL no longer defines the name."""
+    """Replace `owner.name` inside the block. Raises `AttributeError` if TRL no longer defines the
+    name.
+    """
     original = getattr(owner, name)
     setattr(owner, name, replacement)
     try:

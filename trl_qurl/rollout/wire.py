@@ -1,6 +1,8 @@
-"""What the trainer and an engine exchange. Neither TRL nor vLLM is imported: both ends need this file.
+"""What the trainer and an engine exchange. Neither TRL nor vLLM is imported: both ends need this
+file.
 
-An engine is vLLM in this process (`engine/colocated.py`) or behind HTTP (`engine/served.py`), with the same worker.
+An engine is vLLM in this process (`engine/colocated.py`) or behind HTTP (`engine/served.py`), with
+the same worker.
 """
 
 from abc import ABC, abstractmethod
@@ -9,15 +11,21 @@ from typing import Any, NamedTuple
 
 from trl_qurl.quantization.checkpoint_form import NamedTensors
 
-WORKER_EXTENSION = "trl_qurl.rollout.engine.worker.RolloutWorker"  # by name: only the engine imports the class
+# by name: only the engine imports the class
+WORKER_EXTENSION = "trl_qurl.rollout.engine.worker.RolloutWorker"
 FRESH = "default"  # version of the weights that an engine starts with
 ADAPTER = "trl-qurl-policy"  # name of the trained adapter among the models that an engine serves
-CPU_LOAD_FORMAT = "trl-qurl-cpu"  # of our loader (`cpu`): vLLM's CPU build accepts an adapter on INT8 layers with it
-PROBE_TOP = 20  # number of likeliest tokens per step that a probe compares: vLLM's default `max_logprobs`
-# Prefix of every error about weights that a retry cannot fix. A server returns only the text of its workers' errors.
+# of our loader (`cpu`): vLLM's CPU build accepts an adapter on INT8 layers with it
+CPU_LOAD_FORMAT = "trl-qurl-cpu"
+# number of likeliest tokens per step that a probe compares: vLLM's default `max_logprobs`
+PROBE_TOP = 20
+# Prefix of every error about weights that a retry cannot fix. A server returns only the text of its
+# workers' errors.
 NOT_RECEIVED = "The engine did not receive the weights that were sent"
-TensorMetadata = list[tuple[str, str, list[int]]]  # name, dtype (vLLM's `"bfloat16"`) and shape of streamed tensors
-COMPILING = ", compiling: about a minute, once"  # what the start of an engine says, unless it is eager
+# name, dtype (vLLM's `"bfloat16"`) and shape of streamed tensors
+TensorMetadata = list[tuple[str, str, list[int]]]
+# what the start of an engine says, unless it is eager
+COMPILING = ", compiling: about a minute, once"
 
 
 class WeightUpdate(NamedTuple):
@@ -44,19 +52,22 @@ class Continuation(NamedTuple):
 
     prompt: list[int]
     tokens: list[int]
-    logps: list[dict[int, float]]  # for each token, the log-probabilities of the likeliest ones, in nats
+    # for each token, the log-probabilities of the likeliest ones, in nats
+    logps: list[dict[int, float]]
 
 
 class Engine(ABC):
     """An engine that samples rollouts.
 
-    Loading raises `RuntimeError` if the engine could not load the weights (`ServerError` from a server), and
-    `SyncError` if it kept its cache of the old ones.
+    Loading raises `RuntimeError` if the engine could not load the weights (`ServerError` from a
+    server), and `SyncError` if it kept its cache of the old ones.
     """
 
     @abstractmethod
     def call_workers(self, method: str, **kwargs: Any) -> list[Any]:
-        """Call a method of `RolloutWorker` in each worker. With several engines, only the first one answers."""
+        """Call a method of `RolloutWorker` in each worker. With several engines, only the first one
+        answers.
+        """
 
     @abstractmethod
     def clear_caches(self) -> None:
@@ -64,7 +75,9 @@ class Engine(ABC):
 
     @abstractmethod
     def continue_greedily(self, prompts: list[list[int]], steps: int) -> list[Continuation]:
-        """Continue each prompt with its likeliest tokens, past end tokens, without touching any random state."""
+        """Continue each prompt with its likeliest tokens, past end tokens, without touching any
+        random state.
+        """
 
     @abstractmethod
     def load_stream(self, named_tensors: NamedTensors, update: WeightUpdate) -> None:
@@ -77,18 +90,25 @@ class Engine(ABC):
 
     @abstractmethod
     def load_adapter(self, path: Path, update: WeightUpdate) -> None:
-        """Load a LoRA adapter like `load_checkpoint`, and use it for all generation from then on."""
+        """Load a LoRA adapter like `load_checkpoint`, and use it
+        for all generation from then on.
+        """
 
     def check_base(self, sent: dict[str, str]) -> None:  # noqa: B027
-        """Raise `SyncError` if an engine that this run did not start has a base with other digests."""
+        """Raise `SyncError` if an engine that this run did not
+        start has a base with other digests.
+        """
 
     def compare_digests(self, sent: dict[str, str]) -> float:
-        """Raise `SyncError` if a worker received anything but the tensors that were sent, in the latest load.
+        """Raise `SyncError` if a worker received anything but the tensors that were sent, in the
+        latest load.
 
-        Returns the seconds that the slowest worker took for its digests, which were part of that load.
-        Workers compare, because with `--data-parallel-size` vLLM returns the first engine's answer and others' errors.
+        Returns the seconds that the slowest worker took for its digests, which were part of that
+        load. Workers compare, because with `--data-parallel-size` vLLM returns the first engine's
+        answer and others' errors.
         """
-        return max(map(float, self.call_workers("compare_rollout_digests", sent=sent)))  # text, from a server
+        # text, from a server
+        return max(map(float, self.call_workers("compare_rollout_digests", sent=sent)))
 
     def version(self) -> str:
         """Return the version of the weights that the workers hold; all versions, if they differ."""

@@ -4,7 +4,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    PreTrainedModel,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 from trl_qurl.quantization.uaq import recorded_scale, scale_model_
 from trl_qurl.rollout.recovery import raise_everywhere
@@ -16,8 +22,8 @@ class UpdateAwareQuantizationCallback(TrainerCallback):
 
     Source: Eq. 10-12 of QuRL, arXiv:2602.13953; s = 1.5 is best in its Table 4.
 
-    No model is scaled twice: its config records the scale, and a resumed run overwrites weights scaled at init with
-    the checkpoint's scaled weights.
+    No model is scaled twice: its config records the scale, and a resumed run overwrites weights
+    scaled at init with the checkpoint's scaled weights.
 
     Args:
         scale: The factor s applied to the norms' gains.
@@ -27,20 +33,29 @@ class UpdateAwareQuantizationCallback(TrainerCallback):
         self.scale = scale
 
     def on_init_end(self, *args: Any, model: PreTrainedModel, **kwargs: Any) -> None:
-        """Scale the model before it is wrapped, added to an optimizer or overwritten by a checkpoint."""
+        """Scale the model before it is wrapped, added to an optimizer or overwritten by a
+        checkpoint.
+        """
         scale_model_(model, self.scale)
 
     def on_train_begin(self, *args: Any, model: PreTrainedModel, **kwargs: Any) -> None:
         """Raise `RuntimeError` if the model was never scaled."""
         if (scale := recorded_scale(model)) != self.scale:
-            problem = f"UAQ scale {self.scale} was requested, but the model being trained has scale {scale}"
-            raise RuntimeError(f"{problem}: pass the callback in callbacks=[...], and a model instead of model_init.")
+            problem = (
+                f"UAQ scale {self.scale} was requested, but the model being trained has scale "
+                f"{scale}"
+            )
+            raise RuntimeError(
+                f"{problem}: pass the callback in callbacks=[...], and a model instead of "
+                "model_init."
+            )
 
 
 class TrainerAwareCallback(TrainerCallback):
     """Base class for callbacks that need their trainer, which transformers does not pass to them.
 
-    trl-qurl's trainers set `trainer` when they take a callback in `callbacks=[...]` or `add_callback`.
+    trl-qurl's trainers set `trainer` when they take a callback in `callbacks=[...]` or
+    `add_callback`.
     """
 
     trainer: Any  # a weak proxy, so deleting a trainer frees its engine
@@ -49,8 +64,8 @@ class TrainerAwareCallback(TrainerCallback):
 class SavingBetweenSteps(TrainerAwareCallback):
     """Callback that moves a checkpoint that is saved inside a step to the step's end.
 
-    `enable_jit_checkpoint` saves before the optimizer's step, but a rollout's micro-batches count as used by then, and
-    PPO's critic has stepped.
+    `enable_jit_checkpoint` saves before the optimizer's step, but a rollout's micro-batches count
+    as used by then, and PPO's critic has stepped.
     """
 
     def __init__(self) -> None:
@@ -78,7 +93,9 @@ class SavingBetweenSteps(TrainerAwareCallback):
         """Note that a step has begun."""
         self._is_inside = True
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Save what was to be saved inside the step."""
         self._is_inside = False
         if self._moved is None:
@@ -91,7 +108,8 @@ class SavingBetweenSteps(TrainerAwareCallback):
 
 
 class RunLogCallback(TrainerCallback):
-    """A `TrainerCallback` that writes `run.jsonl`, the input of `trl-qurl report`, in the main process.
+    """A `TrainerCallback` that writes `run.jsonl`, the input of `trl-qurl report`, in the main
+    process.
 
     Args:
         settings: Settings to write in addition to the trainer's arguments, by name.
@@ -102,19 +120,40 @@ class RunLogCallback(TrainerCallback):
         self._path: Path | None = None  # of the log, in the process that writes it
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: Any, *, model: PreTrainedModel, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: Any,
+        *,
+        model: PreTrainedModel,
+        **kwargs: Any,
     ) -> None:
-        """Start the file in the output directory, with the rows of a checkpoint that training resumes from.
+        """Start the file in the output directory, with the rows of a checkpoint that training
+        resumes from.
 
-        A collective operation. Raises `RuntimeError` in all processes if another run is training there.
+        A collective operation. Raises `RuntimeError` in all processes if another run is training
+        there.
         """
         name = getattr(model.config, "_name_or_path", None)
-        settings = {"model": name, **args.to_dict(), "uaq_scale": recorded_scale(model), **self._settings}
+        settings = {
+            "model": name,
+            **args.to_dict(),
+            "uaq_scale": recorded_scale(model),
+            **self._settings,
+        }
         path = Path(args.output_dir or ".") / RUN_LOG
-        raise_everywhere(lambda: begin_log(path, settings, state.log_history) if state.is_world_process_zero else None)
+        raise_everywhere(
+            lambda: (
+                begin_log(path, settings, state.log_history)
+                if state.is_world_process_zero
+                else None
+            )
+        )
         self._path = path if state.is_world_process_zero else None
 
-    def on_log(self, args: Any, state: TrainerState, control: Any, *, logs: dict[str, float], **kwargs: Any) -> None:
+    def on_log(
+        self, args: Any, state: TrainerState, control: Any, *, logs: dict[str, float], **kwargs: Any
+    ) -> None:
         """Append the row, unless the trainer evaluates without having trained."""
         if self._path is not None:
             append_row(self._path, {"step": state.global_step, **logs})

@@ -1,7 +1,8 @@
 """PPO's critic: a value model that trains along with the policy, and its optimizer.
 
-It has a separate `Accelerator`, so DDP, FSDP2 and ZeRO-3 prepare, clip and save it separately. The value model is a
-token classifier with one label. A new head starts at zero, so the first advantages equal the returns.
+It has a separate `Accelerator`, so DDP, FSDP2 and ZeRO-3 prepare, clip and save it separately. The
+value model is a token classifier with one label. A new head starts at zero, so the first advantages
+equal the returns.
 
 Shapes: `B` sequences, `P` prompt tokens, `T` completion tokens.
 """
@@ -48,47 +49,64 @@ HEAD_NAMES = ("score", "classifier")  # in the token classifiers of transformers
 
 
 class Critic:
-    """A value model that learns after each backward pass of the policy, and steps when the policy does."""
+    """A value model that learns after each backward pass of the policy, and steps when the policy
+    does.
+    """
 
-    def __init__(self, model: PreTrainedModel, args: QuRLPPOConfig, policy_accelerator: Accelerator) -> None:
-        # Accelerators of a process share one `GradientState`: a plugin with other settings would change the policy's.
+    def __init__(
+        self, model: PreTrainedModel, args: QuRLPPOConfig, policy_accelerator: Accelerator
+    ) -> None:
+        # Accelerators of a process share one `GradientState`: a plugin with other settings would
+        # change the policy's.
         plugin = GradientAccumulationPlugin(**policy_accelerator.gradient_state.plugin_kwargs)
         self.accelerator = accelerator = Accelerator(gradient_accumulation_plugin=plugin)
-        self.model: Any = model  # `prepare` may wrap it for the launcher; its logits are (B, P + T, 1)
+        # `prepare` may wrap it for the launcher; its logits are (B, P + T, 1)
+        self.model: Any = model
         self._args = args
         self._optimizer: Any = None
         if args.gradient_checkpointing:
             model.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
             if is_peft_model(model):
-                model.enable_input_require_grads()  # otherwise reentrant checkpointing would compute no gradients
+                # otherwise reentrant checkpointing would compute no gradients
+                model.enable_input_require_grads()
         if accelerator.distributed_type not in (DistributedType.FSDP, DistributedType.DEEPSPEED):
             model.to(accelerator.device)
 
     def prepare(self, build_optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer]) -> None:
         """Build the optimizer on the first call; training may start several times."""
         if self._optimizer is None:
-            self.model, self._optimizer = self.accelerator.prepare(self.model, build_optimizer(self.model))
+            self.model, self._optimizer = self.accelerator.prepare(
+                self.model, build_optimizer(self.model)
+            )
         self._optimizer.zero_grad()  # of a step that was interrupted
 
     @torch.no_grad()
     def rollout_values(self, batch: dict[str, Any], batch_size: int) -> torch.Tensor:
-        """Return values before each token and after the last, `(B, T + 1)`, in passes of `batch_size` sequences."""
+        """Return values before each token and after the last, `(B, T + 1)`, in passes of
+        `batch_size` sequences.
+        """
         starts = range(0, len(batch["completion_ids"]), batch_size)
-        chunks = ({name: batch[name][start : start + batch_size] for name in INPUTS} for start in starts)
+        chunks = (
+            {name: batch[name][start : start + batch_size] for name in INPUTS} for start in starts
+        )
         return torch.cat(list(map(self.values, chunks)))
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Accumulate gradients of a micro-batch, and sum them over processes only at the last one of a step."""
+        """Accumulate gradients of a micro-batch, and sum them over processes only at the last one
+        of a step.
+        """
         accelerator = self.accelerator
         if accelerator.distributed_type == DistributedType.DEEPSPEED:
-            accelerator.backward(loss, scale_wrt_gas=False)  # the loss is already a mean over the whole step
+            # the loss is already a mean over the whole step
+            accelerator.backward(loss, scale_wrt_gas=False)
             return
         with nullcontext() if accelerator.sync_gradients else accelerator.no_sync(self.model):
             accelerator.backward(loss)
 
     def values(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return values before each completion token and after the last, `(B, T + 1)`."""
-        self.model.train(torch.is_grad_enabled())  # gradient checkpointing needs train mode; dropout is off
+        # gradient checkpointing needs train mode; dropout is off
+        self.model.train(torch.is_grad_enabled())
         inputs = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)  # (B, P + T)
         mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)  # (B, P + T)
         logits = self.model(input_ids=inputs, attention_mask=mask, use_cache=False).logits
@@ -97,7 +115,8 @@ class Critic:
     def step(self) -> float:
         """Clip, update and clear gradients; return the norm before clipping."""
         limit = self._args.max_grad_norm or math.inf  # 0 disables clipping, as for the policy
-        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), limit)  # `None` under DeepSpeed
+        # `None` under DeepSpeed
+        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), limit)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm  # FSDP2 shards it
         self._optimizer.step()
         self._optimizer.zero_grad()
@@ -116,18 +135,23 @@ class Critic:
         self.accelerator.save_state(str(checkpoint / STATE_DIRECTORY))
 
     def load_state(self, checkpoint: Path) -> None:
-        """Load what `save_state` wrote; without it (`save_only_model`) the model alone, with a new optimizer.
+        """Load what `save_state` wrote; without it (`save_only_model`) the model alone, with a new
+        optimizer.
 
         Raises:
             ValueError: The optimizer's state is missing, and the model is sharded.
             RuntimeError: The model does not hold what the checkpoint's `critic/` holds.
         """
-        is_sharded = self.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+        is_sharded = self.accelerator.distributed_type in (
+            DistributedType.FSDP,
+            DistributedType.DEEPSPEED,
+        )
         state = checkpoint / STATE_DIRECTORY
         model = checkpoint / CRITIC_DIRECTORY
         missing = f"{checkpoint} has no {STATE_DIRECTORY}/ (save_only_model=True)"
         if state.is_dir():
-            # Via the CPU: torch cannot load directly to "cpu:0", the device of processes in a distributed CPU run.
+            # Via the CPU: torch cannot load directly to "cpu:0", the device of processes in a
+            # distributed CPU run.
             self.accelerator.load_state(str(state), map_location="cpu")
         elif is_sharded:
             way = f"start a new run with model={str(checkpoint)!r} and value_model={str(model)!r}"
@@ -156,15 +180,25 @@ def load_critic_model(
     policy_name = policy if isinstance(policy, str) else get_config_model_id(policy.config)
     source = policy_name if value_model is None else value_model
     if not source:
-        reason = "The policy was not loaded from a checkpoint, so value_model=None cannot load the critic from it"
+        reason = (
+            "The policy was not loaded from a checkpoint, so value_model=None cannot load the "
+            "critic from it"
+        )
         raise ValueError(f"{reason}: save the policy and pass its path as value_model.")
     # Load it whole on every process; the launcher's wrapper moves it to the right device.
-    init_kwargs = {"device_map": None, "trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
+    init_kwargs = {
+        "device_map": None,
+        "trust_remote_code": args.trust_remote_code,
+        **(args.model_init_kwargs or {}),
+    }
     if processing_class is None:  # as the trainer will
         processing_class = AutoProcessor.from_pretrained(policy_name, **_hub_arguments(init_kwargs))
     if isinstance(processing_class, ProcessorMixin):
         name = type(processing_class).__name__
-        raise ValueError(f"The policy uses a {name}, but the critic does not support images: use QuRLGRPOTrainer.")
+        raise ValueError(
+            f"The policy uses a {name}, but the critic does not support images: use "
+            "QuRLGRPOTrainer."
+        )
     return build_value_model(source, processing_class, init_kwargs, value_peft_config)
 
 
@@ -176,8 +210,9 @@ def build_value_model(
 ) -> PreTrainedModel:
     """Load the critic, check that it can read the policy's tokens, and add an adapter if requested.
 
-    A name or path may refer to a causal model (only its backbone is used), a reward model (its head is used too) or a
-    saved critic. A model object must be a token classifier with one label. Dropout is turned off.
+    A name or path may refer to a causal model (only its backbone is used), a reward model (its head
+    is used too) or a saved critic. A model object must be a token classifier with one label.
+    Dropout is turned off.
     """
     if name := source if isinstance(source, str) else get_config_model_id(source.config):
         check_same_tokens(tokenizer, name, init_kwargs)
@@ -185,16 +220,17 @@ def build_value_model(
     inner = model.get_base_model() if is_peft_model(model) else model
     if "TokenClassification" not in type(inner).__name__ or inner.config.num_labels != 1:
         raise TypeError(
-            f"value_model is a {type(inner).__name__} with {inner.config.num_labels} labels, but must have one value "
-            "per token: pass AutoModelForTokenClassification.from_pretrained(..., num_labels=1), or a name or path."
+            f"value_model is a {type(inner).__name__} with {inner.config.num_labels} labels, but "
+            "must have one value per token: pass "
+            "AutoModelForTokenClassification.from_pretrained(..., num_labels=1), or a name or path."
         )
     disable_dropout_in_model(model)
     model.config.use_cache = False
     if peft_config is not None:
         from peft import TaskType, get_peft_model
 
-        # With another task type, the new head would be neither trained nor saved. It is trained in full, so
-        # "all-linear" must not include it.
+        # With another task type, the new head would be neither trained nor saved. It is trained in
+        # full, so "all-linear" must not include it.
         peft_config = copy.deepcopy(peft_config)
         peft_config.task_type = TaskType.TOKEN_CLS
         excluded = getattr(peft_config, "exclude_modules", None)
@@ -206,30 +242,46 @@ def build_value_model(
 
 
 def check_critic_vocabulary(critic: Any, policy: Any, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise `ValueError` if the policy can sample a token of the tokenizer that is not in the critic's embedding."""
-    critic_rows, policy_rows = (model.config.get_text_config().vocab_size for model in (critic, policy))
+    """Raise `ValueError` if the policy can sample a token of the tokenizer that is not in the
+    critic's embedding.
+    """
+    critic_rows, policy_rows = (
+        model.config.get_text_config().vocab_size for model in (critic, policy)
+    )
     if critic_rows < min(policy_rows, len(tokenizer)):
         raise ValueError(
-            f"The policy knows {policy_rows} tokens, of which the tokenizer uses {len(tokenizer)}, but the "
-            f"critic's embedding has only {critic_rows} rows: save the resized policy and pass its path as "
-            "value_model, or call value_model.resize_token_embeddings(len(tokenizer))."
+            f"The policy knows {policy_rows} tokens, of which the tokenizer uses {len(tokenizer)}, "
+            f"but the critic's embedding has only {critic_rows} rows: save the resized policy and "
+            "pass its path as value_model, or call "
+            "value_model.resize_token_embeddings(len(tokenizer))."
         )
 
 
-def check_same_tokens(tokenizer: PreTrainedTokenizerBase, source: str, init_kwargs: Mapping[str, Any]) -> None:
-    """Raise if the critic's tokenizer, if it has one, lacks a token of the policy or gives it a different id."""
+def check_same_tokens(
+    tokenizer: PreTrainedTokenizerBase, source: str, init_kwargs: Mapping[str, Any]
+) -> None:
+    """Raise if the critic's tokenizer, if it has one, lacks a token of the policy or gives it a
+    different id.
+    """
     options = _hub_arguments(init_kwargs)
     # Without this file, AutoTokenizer may return an empty tokenizer of the architecture's class.
-    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    quiet = {
+        "_raise_exceptions_for_missing_entries": False,
+        "_raise_exceptions_for_connection_errors": False,
+    }
     if cached_file(source, "tokenizer_config.json", revision=options["revision"], **quiet) is None:
         return
     critic_tokens = AutoTokenizer.from_pretrained(source, **options).get_vocab()
     if different := tokenizer.get_vocab().items() - critic_tokens.items():
         token, number = min(different, key=lambda item: item[1])
-        example = f"{token!r} is {number} for the policy and {critic_tokens.get(token, 'unknown')} for the critic"
+        example = (
+            f"{token!r} is {number} for the policy and {critic_tokens.get(token, 'unknown')} for "
+            "the critic"
+        )
         raise ValueError(
-            f"value_model {source} uses a different tokenizer than the policy ({len(different)} tokens differ: "
-            f"{example}): use a critic from the policy's model family, or value_model=None."
+            f"value_model {source} uses a different tokenizer than the policy ({len(different)} "
+            f"tokens differ: {example}): use a critic from the policy's model family, or "
+            "value_model=None."
         )
 
 
@@ -245,10 +297,16 @@ def _load(source: str, init_kwargs: Mapping[str, Any]) -> PreTrainedModel:
         model, info = create_model_from_path(source, AutoModelForTokenClassification, **init_kwargs)
     finally:
         transformers_logging.set_verbosity(verbosity)
-    head = {name for name in info["missing_keys"] if name.rpartition(".")[0].split(".")[-1] in HEAD_NAMES}
+    head = {
+        name
+        for name in info["missing_keys"]
+        if name.rpartition(".")[0].split(".")[-1] in HEAD_NAMES
+    }
     if missing := set(info["missing_keys"]) - head:
         names = ", ".join(sorted(missing)[:3])
-        raise ValueError(f"value_model {source} lacks weights of its backbone ({names}): pass a complete model.")
+        raise ValueError(
+            f"value_model {source} lacks weights of its backbone ({names}): pass a complete model."
+        )
     new_head = [parameter for name, parameter in model.named_parameters() if name in head]
     with torch.no_grad(), whole(new_head):
         for parameter in new_head:

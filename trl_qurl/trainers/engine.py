@@ -1,4 +1,6 @@
-"""Quantized rollouts for any trainer of TRL that builds a `VLLMGeneration`: an engine in sync with the policy."""
+"""Quantized rollouts for any trainer of TRL that builds a `VLLMGeneration`: an engine in sync with
+the policy.
+"""
 
 import functools
 import inspect
@@ -53,11 +55,14 @@ from trl_qurl.trainers.resuming import (
 from trl_qurl.trainers.run_log import check_unused
 from trl_qurl.trainers.saving import write_quantized
 
-TRLTrainer: Any = object  # to mypy, the mixin has all that a trainer has: it allows no `super()` into a protocol
+# to mypy, the mixin has all that a trainer has: it allows no `super()` into a protocol
+TRLTrainer: Any = object
 
 
 class StepTimer(TrainerAwareCallback):
-    """Callback that times each optimizer step (forward, backward, clipping, update) without rollouts inside it."""
+    """Callback that times each optimizer step (forward, backward, clipping, update) without
+    rollouts inside it.
+    """
 
     started: float = 0.0  # when the step began, moved forward by the time of rollouts inside it
 
@@ -71,10 +76,11 @@ class StepTimer(TrainerAwareCallback):
 
 
 class QuantizedEngineMixin(TRLTrainer):
-    """Mixin for TRL trainers that generates with an actor: a quantized copy of the policy, updated at every sync.
+    """Mixin for TRL trainers that generates with an actor: a quantized copy of the policy, updated
+    at every sync.
 
-    It also applies update-aware quantization, logs the cost of rollouts, and saves quantized checkpoints. List it
-    before the trainer in the bases, and set the three class attributes.
+    It also applies update-aware quantization, logs the cost of rollouts, and saves quantized
+    checkpoints. List it before the trainer in the bases, and set the three class attributes.
 
     Attributes:
         _config_class: The trainer's config class, with the fields of [`QuantizedRolloutsConfig`].
@@ -91,26 +97,41 @@ class QuantizedEngineMixin(TRLTrainer):
     vllm_generation: QuantizedVLLMGeneration
     _metrics: dict[str, dict[str, list[float]]]
 
-    # TRL sends weights unless this is the current step. Its own value misses weights that change between two steps.
-    _last_loaded_step = property(lambda self: self.vllm_generation.loaded_step(), lambda self, step: None)
+    # TRL sends weights unless this is the current step. Its own value misses weights that change
+    # between two steps.
+    _last_loaded_step = property(
+        lambda self: self.vllm_generation.loaded_step(), lambda self, step: None
+    )
 
-    _smooths_by_loss = True  # whether smoothing learns from all passes of the loss, or a trainer chooses some
+    # whether smoothing learns from all passes of the loss, or a trainer chooses some
+    _smooths_by_loss = True
 
     def __init__(self, *positional: Any, **kwargs: Any) -> None:
-        arguments = dict(inspect.signature(super().__init__).bind_partial(*positional, **kwargs).arguments)
+        arguments = dict(
+            inspect.signature(super().__init__).bind_partial(*positional, **kwargs).arguments
+        )
         arguments |= arguments.pop("kwargs", {})  # some trainers leave the rest to their parent
-        args = arguments["args"] = checked_config(type(self), arguments.get("args"), arguments.get("model"))
+        args = arguments["args"] = checked_config(
+            type(self), arguments.get("args"), arguments.get("model")
+        )
         self._before_engine(args, arguments)
         self._step_timer = StepTimer()
         self._saving = SavingBetweenSteps()
         # Ours go first: rows logged by user callbacks belong in run.jsonl, their time in no step.
-        run_log = RunLogCallback({"updates_per_rollout": args.updates_per_rollout, "algorithm": self._algorithm})
+        run_log = RunLogCallback(
+            {"updates_per_rollout": args.updates_per_rollout, "algorithm": self._algorithm}
+        )
         self._run_log = run_log
-        uaq = [UpdateAwareQuantizationCallback(args.uaq_scale)] if applies_uaq(args, arguments) else []
+        uaq = (
+            [UpdateAwareQuantizationCallback(args.uaq_scale)]
+            if applies_uaq(args, arguments)
+            else []
+        )
         self._learning = LearningWatch()
         ours = [*uaq, self._step_timer, self._saving, run_log, self._learning]
         arguments["callbacks"] = [*ours, *(arguments.get("callbacks") or [])]
-        # vLLM freezes the garbage collector, so a reference cycle through the trainer would keep its engine.
+        # vLLM freezes the garbage collector, so a reference cycle through the trainer would keep
+        # its engine.
         trainer = weakref.proxy(self)
         generation = functools.partial(
             AheadVLLMGeneration if args.rollouts_ahead else QuantizedVLLMGeneration,
@@ -128,7 +149,9 @@ class QuantizedEngineMixin(TRLTrainer):
         for callback in self.callback_handler.callbacks:
             self._set_trainer(callback)
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
         """Train as the parent does, while no other run may train with this output directory.
 
         `True` resumes from the last checkpoint that is complete.
@@ -148,7 +171,8 @@ class QuantizedEngineMixin(TRLTrainer):
         if self._saving.moves(checkpoint):
             return
         with written_whole(checkpoint, self.args.should_save):
-            self._save_rollout(checkpoint)  # before transformers' last file, by which a checkpoint counts as complete
+            # before transformers' last file, by which a checkpoint counts as complete
+            self._save_rollout(checkpoint)
             super()._save_checkpoint(model, trial)
 
     def _save_rollout(self, checkpoint: Path) -> None:
@@ -184,21 +208,30 @@ class QuantizedEngineMixin(TRLTrainer):
         raise_everywhere(lambda: check_loaded("policy", policy, checkpoint, is_reader))
 
     def _before_engine(self, args: Any, arguments: dict[str, Any]) -> None:
-        """Check the constructor's arguments, by TRL's names. What may fail belongs before the engine's slow start."""
+        """Check the constructor's arguments, by TRL's names. What may fail belongs before the
+        engine's slow start.
+        """
         model = arguments["model"]
-        check_full_precision(model, arguments.get("quantization_config"), args.model_init_kwargs or {})
+        check_full_precision(
+            model, arguments.get("quantization_config"), args.model_init_kwargs or {}
+        )
         check_adapter(model, arguments.get("peft_config"))
         directory = Path(args.output_dir or ".")
         raise_everywhere(lambda: check_unused(directory) if args.process_index == 0 else None)
 
     def _before_start(self) -> None:
-        """Check the model, the tokenizer and the data, which TRL has loaded by now. The engine starts next."""
+        """Check the model, the tokenizer and the data, which TRL has loaded by now. The engine
+        starts next.
+        """
         check_trainable(self.model, "The policy")
-        tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)  # of a processor
+        # of a processor
+        tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
         check_special_tokens(tokenizer, self.model.config.get_text_config().vocab_size)
 
     def _first_prompts(self) -> list[list[int]]:
-        """Return the tokens of a few prompts, to which smoothing is fitted before the engine starts, or none."""
+        """Return the tokens of a few prompts, to which smoothing is fitted before the engine
+        starts, or none.
+        """
         return []
 
     def add_callback(self, callback: Any) -> None:
@@ -216,12 +249,15 @@ class QuantizedEngineMixin(TRLTrainer):
             inputs = super()._prepare_inputs(generation_batch)
             if rollout.used_engine:
                 self._record_cost()
-        self._step_timer.started += time.perf_counter() - started  # a rollout is not part of the update
+        # a rollout is not part of the update
+        self._step_timer.started += time.perf_counter() - started
         return inputs
 
     def _record_cost(self) -> None:
         cost = self.vllm_generation.pop_cost()
-        tokens = self._sum_over_processes(torch.tensor([float(cost.tokens)], device=self.accelerator.device)).item()
+        tokens = self._sum_over_processes(
+            torch.tensor([float(cost.tokens)], device=self.accelerator.device)
+        ).item()
         metrics = {
             "time/quantize_s": cost.quantize_s,
             "time/sync_s": cost.sync_s,
@@ -229,7 +265,9 @@ class QuantizedEngineMixin(TRLTrainer):
             "sync/sent_mb": cost.sent_bytes / 1e6,
             "sync/recoveries": float(cost.recoveries),
             "time/generate_s": cost.generate_s,
-            "throughput/generated_tokens_per_s": tokens / cost.generate_s if cost.generate_s else 0.0,
+            "throughput/generated_tokens_per_s": tokens / cost.generate_s
+            if cost.generate_s
+            else 0.0,
         }
         self._record(metrics | cost.metrics)
 
@@ -239,7 +277,9 @@ class QuantizedEngineMixin(TRLTrainer):
             return super().compute_loss(*args, **kwargs)
 
     def _watch_activations(self, is_scoring: bool) -> AbstractContextManager[None]:
-        """Let smoothing learn from the forward passes inside the block, if they score the current rollout."""
+        """Let smoothing learn from the forward passes inside the block, if they score the current
+        rollout.
+        """
         smoothing = self.vllm_generation.weights.smoothing
         return smoothing.watch() if smoothing is not None and is_scoring else nullcontext()
 
@@ -255,8 +295,11 @@ class QuantizedEngineMixin(TRLTrainer):
             self._metrics[self._mode][name].append(value)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the whole policy, as the parent does, to `output_dir` or else the run's output directory."""
-        plugin = self.accelerator.state.fsdp_plugin if self.is_fsdp_enabled else None  # would save no sharded weights
+        """Save the whole policy, as the parent does, to `output_dir` or else the run's output
+        directory.
+        """
+        # would save no sharded weights
+        plugin = self.accelerator.state.fsdp_plugin if self.is_fsdp_enabled else None
         with substitute(plugin, "state_dict_type", "FULL_STATE_DICT") if plugin else nullcontext():
             super().save_model(output_dir, _internal_call)
         if self.args.should_save:
@@ -276,35 +319,58 @@ class QuantizedEngineMixin(TRLTrainer):
         ignore: Collection[str] | None = None,
         merge: bool = False,
     ) -> Path:
-        """Write a quantized checkpoint of the current policy, without a critic, and return its directory.
+        """Write a quantized checkpoint of the current policy, without a critic, and return its
+        directory.
 
-        `vllm serve` loads it. In the rollouts' format it holds what the engine would be sent, smoothed as in the
-        rollouts. An adapter is merged into the weights, unless rollouts kept it separate (`weight_sync="adapter"`):
-        then it is in `adapter/`. With UAQ, the config records the scale. Unquantized weights keep their training
-        dtype. Training can continue afterwards. In a distributed run, every process must call this.
+        `vllm serve` loads it. In the rollouts' format it holds what the engine would be sent,
+        smoothed as in the rollouts. An adapter is merged into the weights, unless rollouts kept it
+        separate (`weight_sync="adapter"`): then it is in `adapter/`. With UAQ, the config records
+        the scale. Unquantized weights keep their training dtype. Training can continue afterwards.
+        In a distributed run, every process must call this.
 
         Args:
-            output_dir: Directory to create; defaults to `{args.output_dir}-{formats}`, which `push_to_hub` does not
-                upload. An existing quantized checkpoint is replaced once the new one is complete.
-            formats: Name of a format, or names by pattern; defaults to the rollouts', `args.rollout_quantization`.
-            ignore: Modules to keep in full precision; defaults to those of the rollouts, `args.quantization_ignore`.
-            merge: Whether to merge an adapter that rollouts kept separate. With another format or other modules to
-                ignore than the rollouts', it is always merged.
+            output_dir: Directory to create; defaults to `{args.output_dir}-{formats}`, which
+                `push_to_hub` does not upload. An existing quantized checkpoint is replaced once the
+                new one is complete.
+            formats: Name of a format, or names by pattern; defaults to the rollouts',
+                `args.rollout_quantization`.
+            ignore: Modules to keep in full precision; defaults to those of the rollouts,
+                `args.quantization_ignore`.
+            merge: Whether to merge an adapter that rollouts kept separate. With another format or
+                other modules to ignore than the rollouts', it is always merged.
 
         Raises:
             ValueError: A format is missing or unknown, or as `make_plan` does.
-            OSError: The directory holds something other than a quantized checkpoint, or cannot be written.
+            OSError: The directory holds something other than a quantized checkpoint, or cannot be
+                written.
         """
         args, generation = self.args, self.vllm_generation
         formats = read_formats(args.rollout_quantization if formats is None else formats, "formats")
         if formats is None:
-            raise ValueError(f"save_quantized(formats=...) needs a format: one of {', '.join(map(repr, SCHEMES))}.")
-        ignore = args.quantization_ignore if ignore is None else [ignore] if isinstance(ignore, str) else list(ignore)
+            raise ValueError(
+                "save_quantized(formats=...) needs a format: one of "
+                f"{', '.join(map(repr, SCHEMES))}."
+            )
+        ignore = (
+            args.quantization_ignore
+            if ignore is None
+            else [ignore]
+            if isinstance(ignore, str)
+            else list(ignore)
+        )
         run = Path(args.output_dir).absolute()
-        path = run.with_name(f"{run.name}-{format_name(formats)}") if output_dir is None else Path(output_dir)
-        is_rollouts = (str(formats), ignore) == (str(args.rollout_quantization), args.quantization_ignore)
+        path = (
+            run.with_name(f"{run.name}-{format_name(formats)}")
+            if output_dir is None
+            else Path(output_dir)
+        )
+        is_rollouts = (str(formats), ignore) == (
+            str(args.rollout_quantization),
+            args.quantization_ignore,
+        )
         model, weights = generation.model, generation.weights
-        # A new stream raises in every process or in none. It is not smoothed: nobody has seen its activations.
+        # A new stream raises in every process or in none. It is not smoothed: nobody has seen its
+        # activations.
         weights = weights if is_rollouts else WeightStream(model, make_plan(model, formats, ignore))
         start = get_config_model_id(self.model.config)
         start = None if not start or Path(start).is_dir() else start

@@ -1,8 +1,9 @@
 """`QuRLGRPOTrainer`: TRL's `GRPOTrainer` with quantized rollouts and the paper's objectives.
 
-From the log-probabilities of the actor and of the policy, it computes what TRL's loss reads (`old_per_token_logps` and
-`importance_sampling_ratio`). With one update per rollout, the log-probabilities "at rollout time" are those of the
-update: TRL's loss makes the only forward pass, and these inputs are added to its batch after it.
+From the log-probabilities of the actor and of the policy, it computes what TRL's loss reads
+(`old_per_token_logps` and `importance_sampling_ratio`). With one update per rollout, the
+log-probabilities "at rollout time" are those of the update: TRL's loss makes the only forward pass,
+and these inputs are added to its batch after it.
 """
 
 import functools
@@ -24,21 +25,25 @@ from trl_qurl.trainers.model_card import QURL
 from trl_qurl.trainers.rollouts import GroupRolloutsMixin
 from trl_qurl.trainers.scoring import cap_of
 
-OF_OTHER_HEADS = ("classifier", "summary", "seq_classif", "qa_")  # dropout that a causal model does not have
+# dropout that a causal model does not have
+OF_OTHER_HEADS = ("classifier", "summary", "seq_classif", "qa_")
 
 
 class QuRLGRPOTrainer(GroupRolloutsMixin, GRPOTrainer):
-    """[`~trl.GRPOTrainer`] with rollouts from an actor: a quantized copy of the policy, updated before each rollout.
+    """[`~trl.GRPOTrainer`] with rollouts from an actor: a quantized copy of the policy, updated
+    before each rollout.
 
-    Training stays in full precision, and the objective (`args.objective`) corrects for the difference. The method and
-    its defaults follow QuRL (arXiv 2602.13953).
+    Training stays in full precision, and the objective (`args.objective`) corrects for the
+    difference. The method and its defaults follow QuRL (arXiv 2602.13953).
 
     Args:
-        model: This and all other arguments but `args`, in their order or by name: see [`~trl.GRPOTrainer`].
+        model: This and all other arguments but `args`, in their order or by name: see
+            [`~trl.GRPOTrainer`].
         args: A [`QuRLGRPOConfig`] or a [`~trl.GRPOConfig`]; `None` for the defaults.
 
     Raises:
-        TypeError: `args` is neither a `QuRLGRPOConfig` nor a `GRPOConfig`, or TRL cannot call a reward function.
+        TypeError: `args` is neither a `QuRLGRPOConfig` nor a `GRPOConfig`, or TRL cannot call a
+            reward function.
         ValueError: The dataset, model or adapter is not supported.
         ImportError: vLLM is not installed.
     """
@@ -55,11 +60,19 @@ class QuRLGRPOTrainer(GroupRolloutsMixin, GRPOTrainer):
     _sampler: DynamicSampler | None = None
 
     def __init__(
-        self, model: Any, reward_funcs: Any = None, args: QuRLGRPOConfig | None = None, *positional: Any, **kwargs: Any
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: QuRLGRPOConfig | None = None,
+        *positional: Any,
+        **kwargs: Any,
     ) -> None:
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
         if self._objective is not None:  # for TRL's `sampling/*`, and a subclass's own loss
-            self.vllm_importance_sampling_mode, self.vllm_importance_sampling_clip_min = "token_truncate", None
+            self.vllm_importance_sampling_mode, self.vllm_importance_sampling_clip_min = (
+                "token_truncate",
+                None,
+            )
             self.vllm_importance_sampling_clip_max = cap_of(self.args)
         if self.args.dynamic_sampling:
             trainer = weakref.proxy(self)  # a callback may replace the weights
@@ -80,7 +93,8 @@ class QuRLGRPOTrainer(GroupRolloutsMixin, GRPOTrainer):
             self._record(filled.metrics)
             inputs = [sample.row for sample in filled.samples]
             self._rollout.generated, self._rollout.rewards = filled.generated(), filled.rewards
-        # TRL would score the rollout in advance, for its importance ratio, even if the update scores it.
+        # TRL would score the rollout in advance, for its importance ratio, even if the update
+        # scores it.
         corrects = self.vllm_importance_sampling_correction and not self._scores_in_update
         with substitute(self, "vllm_importance_sampling_correction", corrects):
             return super()._generate_and_score_completions(inputs)
@@ -90,8 +104,13 @@ class QuRLGRPOTrainer(GroupRolloutsMixin, GRPOTrainer):
             return self._rollout.generated
         generated = super()._generate(prompts)
         if generated[4] is None and self.args.vllm_importance_sampling_correction:
-            way = "return a list for each completion (the third result of trainer.vllm_generation.generate)"
-            raise ValueError(f"rollout_func returned logprobs=None, but the objective needs them: {way}.")
+            way = (
+                "return a list for each completion (the third result of "
+                "trainer.vllm_generation.generate)"
+            )
+            raise ValueError(
+                f"rollout_func returned logprobs=None, but the objective needs them: {way}."
+            )
         logps = generated[4]
         if logps is not None and self.rollout_func is not None:
             logps = returned_logps(logps, generated[1])
@@ -104,19 +123,33 @@ class QuRLGRPOTrainer(GroupRolloutsMixin, GRPOTrainer):
 
     @property
     def _scores_in_update(self) -> bool:
-        """True if every token is trained on before the policy changes, by our loss, and without noise.
+        """True if every token is trained on before the policy changes, by our loss, and without
+        noise.
 
-        A subclass with its own loss or forward pass gets a batch that is scored in advance, and so does a model with
-        dropout, which the engine does not have.
+        A subclass with its own loss or forward pass gets a batch that is scored in advance, and so
+        does a model with dropout, which the engine does not have.
         """
         methods = "_compute_loss", "_get_per_token_logps_and_entropies"
-        is_ours = all(getattr(type(self), name) is getattr(QuRLGRPOTrainer, name) for name in methods)
-        if self._objective is None or not is_ours or self.args.neftune_noise_alpha or has_dropout(self.model):
+        is_ours = all(
+            getattr(type(self), name) is getattr(QuRLGRPOTrainer, name) for name in methods
+        )
+        if (
+            self._objective is None
+            or not is_ours
+            or self.args.neftune_noise_alpha
+            or has_dropout(self.model)
+        ):
             return False
-        return self.args.gradient_accumulation_steps % (self.args.steps_per_generation * self.num_iterations) == 0
+        return (
+            self.args.gradient_accumulation_steps
+            % (self.args.steps_per_generation * self.num_iterations)
+            == 0
+        )
 
     def _rollout_state(self) -> dict[str, Any]:
-        return super()._rollout_state() | {"prompts_drawn": self._sampler and self._sampler.prompts.drawn}
+        return super()._rollout_state() | {
+            "prompts_drawn": self._sampler and self._sampler.prompts.drawn
+        }
 
     def _load_rollout_state(self, state: dict[str, Any]) -> None:
         super()._load_rollout_state(state)
@@ -127,12 +160,13 @@ class QuRLGRPOTrainer(GroupRolloutsMixin, GRPOTrainer):
 def returned_logps(logprobs: Any, completion_ids: list[list[int]]) -> list[list[float | None]]:
     """Return what a `rollout_func` gave as `logprobs`, one number per token of each completion.
 
-    vLLM, and with it `trainer.vllm_generation.generate`, gives a list per token, of the sampled token's alone.
+    vLLM, and with it `trainer.vllm_generation.generate`, gives a list per token, of the sampled
+    token's alone.
     """
     error = ValueError(
-        "rollout_func must return, as logprobs, a list per completion with a number for each of its completion_ids, "
-        "the log-probability of the sampled token (or a list of that one number, as in the third result of "
-        "trainer.vllm_generation.generate)."
+        "rollout_func must return, as logprobs, a list per completion with a number for each of "
+        "its completion_ids, the log-probability of the sampled token (or a list of that one "
+        "number, as in the third result of trainer.vllm_generation.generate)."
     )
     if not isinstance(logprobs, list | tuple) or len(logprobs) != len(completion_ids):
         raise error
@@ -140,7 +174,10 @@ def returned_logps(logprobs: Any, completion_ids: list[list[int]]) -> list[list[
     for given, ids in zip(logprobs, completion_ids, strict=True):
         if not isinstance(given, list | tuple) or len(given) != len(ids):
             raise error
-        logps = [token[0] if isinstance(token, list | tuple) and len(token) == 1 else token for token in given]
+        logps = [
+            token[0] if isinstance(token, list | tuple) and len(token) == 1 else token
+            for token in given
+        ]
         if not all(logp is None or isinstance(logp, Real) for logp in logps):
             raise error
         completions.append(logps)
@@ -150,17 +187,22 @@ def returned_logps(logprobs: Any, completion_ids: list[list[int]]) -> list[list[
 def has_dropout(model: Any) -> bool:
     """Return whether a model in train mode computes with dropout, or a router with noise.
 
-    Settings are looked for in the model's config, with those of its parts, and in the configs of its adapters: many
-    modules, as those of LoHa and LoKr, draw masks without a `nn.Dropout`.
+    Settings are looked for in the model's config, with those of its parts, and in the configs of
+    its adapters: many modules, as those of LoHa and LoKr, draw masks without a `nn.Dropout`.
     """
-    adapters = getattr(model, "peft_config", None) or {}  # of PEFT, or of transformers with adapters
+    # of PEFT, or of transformers with adapters
+    adapters = getattr(model, "peft_config", None) or {}
     settings = [model.config.to_dict(), *(vars(config) for config in adapters.values())]
     is_set = any(noise_settings(each) for each in settings)
-    return is_set or any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
+    return is_set or any(
+        isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()
+    )
 
 
 def noise_settings(config: Mapping[str, Any]) -> list[str]:
-    """Return the names of the settings of a config, and of the configs inside it, that turn dropout or noise on."""
+    """Return the names of the settings of a config, and of the configs inside it, that turn dropout
+    or noise on.
+    """
     names = []
     for name, value in config.items():
         if isinstance(value, Mapping) and name.endswith("config"):  # of a vision tower, for example

@@ -1,7 +1,9 @@
-"""Say once why a run learns nothing: nothing is trained, updates change no weight, or all rewards are the same.
+"""Say once why a run learns nothing: nothing is trained, updates change no weight, or all rewards
+are the same.
 
-Loss, KL and grad_norm look healthy in the first two cases. Nothing is stopped: a learning rate of 0, as in warmup, or
-a few rollouts without a signal are no fault, so each message waits until it has been true `PATIENCE` times in a row.
+Loss, KL and grad_norm look healthy in the first two cases. Nothing is stopped: a learning rate of
+0, as in warmup, or a few rollouts without a signal are no fault, so each message waits until it has
+been true `PATIENCE` times in a row.
 """
 
 import math
@@ -20,10 +22,13 @@ PATIENCE = 3  # rollouts, or updates with a gradient and a learning rate
 
 
 class LearningWatch(TrainerAwareCallback):
-    """Callback that watches what the optimizer holds, whether weights change, and whether rewards differ."""
+    """Callback that watches what the optimizer holds, whether weights change, and whether rewards
+    differ.
+    """
 
     def __init__(self) -> None:
-        self._moving: list[int] = []  # steps with a gradient and a learning rate, since weights last changed
+        # steps with a gradient and a learning rate, since weights last changed
+        self._moving: list[int] = []
         self._alike = 0  # latest rollouts whose rewards taught nothing
         self._reason = ""  # why
         self._has_learned = False  # from the rewards of any rollout
@@ -35,14 +40,19 @@ class LearningWatch(TrainerAwareCallback):
         """Compare the optimizer with what is trainable; start the counts."""
         self._moving, self._alike, self._has_learned = [], 0, False
         trainer = self.trainer
-        # Where parameters are sharded, optimizers hold other tensors; a layer-wise one is a placeholder for others.
+        # Where parameters are sharded, optimizers hold other tensors; a layer-wise one is a
+        # placeholder for others.
         is_sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
         inner = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
         if not is_sharded and not isinstance(inner, LayerWiseDummyOptimizer):
             check_optimizer(model, optimizer)
 
-    def on_log(self, args: Any, state: Any, control: Any, *, logs: Mapping[str, Any], **kwargs: Any) -> None:
-        """Warn if updates with a gradient and a learning rate changed no weight that was sent to the engine."""
+    def on_log(
+        self, args: Any, state: Any, control: Any, *, logs: Mapping[str, Any], **kwargs: Any
+    ) -> None:
+        """Warn if updates with a gradient and a learning rate changed no weight that was sent to
+        the engine.
+        """
         norm, rate = logs.get("grad_norm"), logs.get("learning_rate")
         if norm is None or rate is None:
             return
@@ -54,14 +64,18 @@ class LearningWatch(TrainerAwareCallback):
             self._say_once("weights", unchanged_text(self.trainer.model, unchanged, norm, rate))
 
     def observe(self, metrics: Mapping[str, float]) -> None:
-        """Judge a training rollout by its metrics; warn if none of the last ones taught anything."""
+        """Judge a training rollout by its metrics; warn if none
+        of the last ones taught anything.
+        """
         if self.trainer._has_signal(metrics):
             self._alike, self._has_learned = 0, True
             return
         self._alike += 1
         self._reason = reason_alike(self.trainer, metrics)
         if self._alike == PATIENCE:
-            self._say_once("rewards", f"Nothing to learn from {PATIENCE} rollouts in a row: {self._reason}.")
+            self._say_once(
+                "rewards", f"Nothing to learn from {PATIENCE} rollouts in a row: {self._reason}."
+            )
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         """Say so if no rollout's rewards taught the policy anything."""
@@ -75,27 +89,39 @@ class LearningWatch(TrainerAwareCallback):
 
 
 def check_trainable(model: Any, name: str) -> None:
-    """Raise `ValueError` if training would change no tensor of a model, which messages call by this name."""
+    """Raise `ValueError` if training would change no tensor of a model, which messages call by this
+    name.
+    """
     if any(parameter.requires_grad for parameter in model.parameters()):
         return
     way = "call model.requires_grad_(True) (PEFT leaves a model frozen after merge_and_unload)"
     if any(hasattr(module, "base_layer") for module in model.modules()):  # of an adapter
-        way = "load the adapter with PeftModel.from_pretrained(..., is_trainable=True), or set inference_mode=False"
+        way = (
+            "load the adapter with PeftModel.from_pretrained(..., is_trainable=True), or set "
+            "inference_mode=False"
+        )
     raise ValueError(f"{name} has no trainable parameter, so no update would change it: {way}.")
 
 
 def check_optimizer(model: Any, optimizer: Any) -> None:
-    """Raise `ValueError` if the optimizer holds nothing that is trainable; warn if it lacks a part."""
+    """Raise `ValueError` if the optimizer holds nothing that is
+    trainable; warn if it lacks a part.
+    """
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    trainable = {
+        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
     missing = [name for name, parameter in trainable.items() if id(parameter) not in held]
     if not missing and trainable:
         return
     example = f" (such as {missing[0]})" if missing else ""
-    problem = f"The optimizer holds {len(trainable) - len(missing)} of the policy's {len(trainable)} trainable tensors"
+    problem = (
+        f"The optimizer holds {len(trainable) - len(missing)} of the policy's {len(trainable)} "
+        "trainable tensors"
+    )
     way = (
-        "if you pass optimizers=..., build the optimizer from the parameters of the trainer's model, and let them "
-        "require gradients before training begins"
+        "if you pass optimizers=..., build the optimizer from the parameters of the trainer's "
+        "model, and let them require gradients before training begins"
     )
     if len(missing) == len(trainable):
         raise ValueError(f"{problem}{example}, so training would change nothing: {way}.")
@@ -105,15 +131,19 @@ def check_optimizer(model: Any, optimizer: Any) -> None:
 def unchanged_text(model: Any, steps: range, norm: float, rate: float) -> str:
     """Return the message about updates that changed no weight."""
     trained = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
-    way = "compare trainer.optimizer with model.named_parameters(), and look for a callback that restores weights"
+    way = (
+        "compare trainer.optimizer with model.named_parameters(), and look for a callback that "
+        "restores weights"
+    )
     if trained & {torch.bfloat16, torch.float16}:
         way = (
-            "the trained weights have 16 bits, in which an update this small rounds to nothing: load the model in "
-            "float32 (dtype='float32' in model_init_kwargs, with bf16=True for speed), or raise the learning rate"
+            "the trained weights have 16 bits, in which an update this small rounds to nothing: "
+            "load the model in float32 (dtype='float32' in model_init_kwargs, with bf16=True for "
+            "speed), or raise the learning rate"
         )
     return (
-        f"The updates of steps {steps[0]} to {steps[-1]} changed no weight of the policy, though the learning rate is "
-        f"{rate:.2g} and grad_norm {norm:.2g}: {way}."
+        f"The updates of steps {steps[0]} to {steps[-1]} changed no weight of the policy, though "
+        f"the learning rate is {rate:.2g} and grad_norm {norm:.2g}: {way}."
     )
 
 
@@ -126,6 +156,13 @@ def reason_alike(trainer: Any, metrics: Mapping[str, float]) -> str:
     if math.isnan(reward):
         return "no reward function returned a number"
     if reward != 0:
-        return f"all answers to a question earned the same reward, {reward:.3g} on average, choose harder questions"
-    hint = r"; accuracy_reward wants a \boxed{}" if "accuracy_reward" in trainer.reward_func_names else ""
+        return (
+            f"all answers to a question earned the same reward, {reward:.3g} on average, choose "
+            "harder questions"
+        )
+    hint = (
+        r"; accuracy_reward wants a \boxed{}"
+        if "accuracy_reward" in trainer.reward_func_names
+        else ""
+    )
     return f"no answer earned a reward, read some (log_completions=True){hint}"

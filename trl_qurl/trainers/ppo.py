@@ -1,4 +1,6 @@
-"""`QuRLPPOTrainer`: `QuRLGRPOTrainer` with the advantages of a critic, one per token, in TRL's loss."""
+"""`QuRLPPOTrainer`: `QuRLGRPOTrainer` with the advantages of a critic, one per token, in TRL's
+loss.
+"""
 
 import copy
 import time
@@ -18,7 +20,12 @@ from trl_qurl.advantages import (
     whiten,
 )
 from trl_qurl.config import QuRLPPOConfig
-from trl_qurl.trainers.critic import CRITIC_DIRECTORY, Critic, check_critic_vocabulary, load_critic_model
+from trl_qurl.trainers.critic import (
+    CRITIC_DIRECTORY,
+    Critic,
+    check_critic_vocabulary,
+    load_critic_model,
+)
 from trl_qurl.trainers.dynamic_sampling import weighted_sum
 from trl_qurl.trainers.grpo import QuRLGRPOTrainer
 from trl_qurl.trainers.resuming import read_whole
@@ -29,12 +36,13 @@ if TYPE_CHECKING:
 
 
 class QuRLPPOTrainer(QuRLGRPOTrainer):
-    """Proximal policy optimization with a critic, on rollouts from an actor: a quantized copy of the policy.
+    """Proximal policy optimization with a critic, on rollouts from an actor: a quantized copy of
+    the policy.
 
     Args:
         model: This and all other arguments: see [`QuRLGRPOTrainer`].
-        value_model: The critic's initial model: a name, a path, or a token classifier with one label; `None` for the
-            policy's initial model.
+        value_model: The critic's initial model: a name, a path, or a token classifier with one
+            label; `None` for the policy's initial model.
         value_peft_config: PEFT config for a critic that trains only an adapter and its head.
 
     Raises:
@@ -82,11 +90,17 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
         return batch
 
     def _add_advantages(self, batch: dict[str, Any], values: torch.Tensor) -> None:
-        """Replace the groups' advantages with the critic's, and add what the critic learns from to the batch."""
-        totals = weighted_sum(self._rollout.rewards, self.reward_weights)  # of all processes; NaN without a reward
-        rewards = totals.tensor_split(self.accelerator.num_processes)[self.accelerator.process_index]
+        """Replace the groups' advantages with the critic's, and add what the critic learns from to
+        the batch.
+        """
+        # of all processes; NaN without a reward
+        totals = weighted_sum(self._rollout.rewards, self.reward_weights)
+        rewards = totals.tensor_split(self.accelerator.num_processes)[
+            self.accelerator.process_index
+        ]
         mask = learned_tokens(batch) & ~rewards.isnan().unsqueeze(1)  # (B, T)
-        ends = [*self.eos_token_ids, self._tokenizer.pad_token_id]  # as TRL detects truncated completions
+        # as TRL detects truncated completions
+        ends = [*self.eos_token_ids, self._tokenizer.pad_token_id]
         advantages, returns = generalized_advantages(
             token_rewards(rewards, mask),
             values[:, :-1],
@@ -98,7 +112,9 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
         spread = masked_moments(advantages, mask, self._sum_over_processes)
         targets = masked_moments(returns, mask, self._sum_over_processes)
         metrics = {
-            "critic/explained_variance": explained_variance(values[:, :-1], returns, mask, self._sum_over_processes),
+            "critic/explained_variance": explained_variance(
+                values[:, :-1], returns, mask, self._sum_over_processes
+            ),
             "critic/returns_mean": targets.mean.item(),
             "critic/returns_std": targets.variance.sqrt().item(),
             "advantages/mean": spread.mean.item(),
@@ -118,16 +134,25 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
             logged.pop()
         logged.extend(everywhere)
         if self.num_generations == 1:
-            self._metrics[self._mode].pop("frac_reward_zero_std", None)  # always 1 for groups of one
+            # always 1 for groups of one
+            self._metrics[self._mode].pop("frac_reward_zero_std", None)
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return the policy's loss, as the parent does; during its warmup only the critic learns."""
+        """Return the policy's loss, as the parent does; during
+        its warmup only the critic learns.
+        """
         loss = super().compute_loss(*args, **kwargs)
         # DeepSpeed steps before `CriticWarmupCallback` clears the gradients.
-        return loss * 0.0 if self.model.training and self.state.global_step < self.args.critic_warmup_steps else loss
+        return (
+            loss * 0.0
+            if self.model.training and self.state.global_step < self.args.critic_warmup_steps
+            else loss
+        )
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Run the policy's forward and backward pass, then the critic's, one after the other to save memory."""
+        """Run the policy's forward and backward pass, then the critic's, one after the other to
+        save memory.
+        """
         step = self._step  # TRL increments it
         loss = super().training_step(*args, **kwargs)
         batch = self._buffered_inputs[step % self.args.steps_per_generation]
@@ -137,20 +162,34 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
         return loss
 
     def _value_loss(self, batch: dict[str, Any], values: torch.Tensor) -> torch.Tensor:
-        """Return a micro-batch's share of the mean loss over an optimizer step's tokens; `values` is (B, T + 1)."""
+        """Return a micro-batch's share of the mean loss over an optimizer step's tokens; `values`
+        is (B, T + 1).
+        """
         mask = batch["critic_mask"]
-        loss, clipped = value_loss(values[:, :-1], batch["values"], batch["returns"], self.args.value_clip_range)
+        loss, clipped = value_loss(
+            values[:, :-1], batch["values"], batch["returns"], self.args.value_clip_range
+        )
         summed = torch.where(mask, loss, 0.0).sum()
         counts = torch.stack([summed.detach(), (clipped & mask).sum().float(), mask.sum().float()])
         total, clipped_count, count = self._sum_over_processes(counts).tolist()
         count = max(count, 1.0)
-        self._record({"critic/value_loss": total / count, "critic/value_clip_share": clipped_count / count})
-        # `num_items_in_batch` covers the whole rollout and all processes, as in the parent's token-level losses.
+        self._record(
+            {"critic/value_loss": total / count, "critic/value_clip_share": clipped_count / count}
+        )
+        # `num_items_in_batch` covers the whole rollout and all processes, as in the parent's
+        # token-level losses.
         steps = self.args.steps_per_generation / self.current_gradient_accumulation_steps
-        return summed * steps * self.accelerator.num_processes / batch["num_items_in_batch"].clamp(min=1.0)
+        return (
+            summed
+            * steps
+            * self.accelerator.num_processes
+            / batch["num_items_in_batch"].clamp(min=1.0)
+        )
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """Create the policy's schedule, and the critic's optimizer, whose learning rate is constant."""
+        """Create the policy's schedule, and the critic's optimizer, whose learning rate is
+        constant.
+        """
         scheduler = super().create_scheduler(num_training_steps, optimizer)
         other = copy.copy(self)  # which builds an optimizer of its own
         other.optimizer, other.args = None, copy.copy(self.args)
@@ -174,18 +213,27 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the policy as a transformers model, and the critic in its subdirectory `critic/`."""
-        self.critic.save_pretrained(Path(output_dir or self.args.output_dir) / CRITIC_DIRECTORY, self._tokenizer)
+        self.critic.save_pretrained(
+            Path(output_dir or self.args.output_dir) / CRITIC_DIRECTORY, self._tokenizer
+        )
         super().save_model(output_dir, _internal_call)
 
 
 class CriticWarmupCallback(TrainerCallback):
     """Callback that freezes the policy during the critic's warmup.
 
-    The optimizer runs without gradients, so it changes no weights, builds no momentum and applies no weight decay.
+    The optimizer runs without gradients, so it changes no weights, builds no momentum and applies
+    no weight decay.
     """
 
     def on_pre_optimizer_step(
-        self, args: QuRLPPOConfig, state: TrainerState, control: Any, *, optimizer: Any, **kwargs: Any
+        self,
+        args: QuRLPPOConfig,
+        state: TrainerState,
+        control: Any,
+        *,
+        optimizer: Any,
+        **kwargs: Any,
     ) -> None:
         """Clear the gradients."""
         if state.global_step < args.critic_warmup_steps:

@@ -1,7 +1,8 @@
 """The prompts of a trainer's datasets, all of them in tokens, checked before the engine starts.
 
-A dataset that is streamed, transformed as it is read, or made by an environment or a `rollout_func` is left out: what
-the engine will continue is not known yet. The backend checks each rollout's prompts again.
+A dataset that is streamed, transformed as it is read, or made by an environment or a `rollout_func`
+is left out: what the engine will continue is not known yet. The backend checks each rollout's
+prompts again.
 """
 
 from collections.abc import Iterator
@@ -30,11 +31,13 @@ class LongestPrompt:
 def measure_prompts(trainer: Any) -> LongestPrompt:
     """Return the longest prompt of a trainer's datasets.
 
-    Raises `ValueError` for one without tokens, or with a token that the model does not know. Warns of prompts after
-    which a completion is not the answer that the user has in mind.
+    Raises `ValueError` for one without tokens, or with a token that the model does not know. Warns
+    of prompts after which a completion is not the answer that the user has in mind.
     """
     longest = LongestPrompt()
-    if trainer._is_vlm or any(vars(trainer).get(name) for name in ("environment_factories", "rollout_func")):
+    if trainer._is_vlm or any(
+        vars(trainer).get(name) for name in ("environment_factories", "rollout_func")
+    ):
         return longest
     rows = trainer.model.config.get_text_config().vocab_size
     for name, dataset in datasets_of(trainer).items():
@@ -46,9 +49,14 @@ def measure_prompts(trainer: Any) -> LongestPrompt:
             for doubt in doubts_of(prompt, tokens, trainer._tokenizer):
                 doubts.setdefault(doubt, []).append(index)
         for doubt, indices in doubts.items():
-            logger.warning(f"{len(indices)} prompts, the first of which is {name}[{indices[0]}], {doubt}")
+            logger.warning(
+                f"{len(indices)} prompts, the first of which is {name}[{indices[0]}], {doubt}"
+            )
         if len(dataset) > MEASURED:
-            text = f"Only the first {MEASURED:,} of {len(dataset):,} prompts of {name} were measured before training"
+            text = (
+                f"Only the first {MEASURED:,} of {len(dataset):,} prompts of {name} were measured "
+                "before training"
+            )
             logger.warning(f"{text}: a later one that is too long ends the run when it is drawn.")
     return longest
 
@@ -84,16 +92,18 @@ def doubts_of(prompt: Any, tokens: list[int], tokenizer: Any) -> Iterator[str]:
         is_added = eos is not None and not prompt.endswith(eos)
         if is_added and len(tokens) > 1 and tokens[-1] == tokenizer.eos_token_id:
             yield (
-                f"end with {eos!r}, which the tokenizer adds, so the policy would learn to go on after its end: "
-                "load the tokenizer with add_eos_token=False, or change its post-processor."
+                f"end with {eos!r}, which the tokenizer adds, so the policy would learn to go on "
+                "after its end: load the tokenizer with add_eos_token=False, or change its "
+                "post-processor."
             )
     elif prompt and prompt[-1].get("role") == "assistant":
         yield (
-            "end with an assistant's turn, after which the chat template opens another one: remove the turn, because "
-            "TRL does not continue it."
+            "end with an assistant's turn, after which the chat template opens another one: remove "
+            "the turn, because TRL does not continue it."
         )
     if bos is not None and tokens[:2] == [tokenizer.bos_token_id] * 2:
         yield (
-            f"begin with two {bos!r}: leave the token out of the text, because the tokenizer or the chat template "
-            "adds it, or pass messages instead of text made with apply_chat_template."
+            f"begin with two {bos!r}: leave the token out of the text, because the tokenizer or "
+            "the chat template adds it, or pass messages instead of text made with "
+            "apply_chat_template."
         )

@@ -1,4 +1,6 @@
-"""The reference model of a KL penalty, which TRL loads by the policy's name, and which `sync_ref_model` changes."""
+"""The reference model of a KL penalty, which TRL loads by the policy's name, and which
+`sync_ref_model` changes.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -15,18 +17,22 @@ REFERENCE_FILE = "reference.pt"  # in a checkpoint
 
 
 def warn_of_another_reference(policy: Any, reference: Any, accelerator: Any) -> None:
-    """Warn if a new run's policy is not its own reference, as after an adapter was merged in memory."""
+    """Warn if a new run's policy is not its own reference, as after an adapter was merged in
+    memory.
+    """
     if _is_sharded(accelerator) or recorded_scale(policy) != 1.0:
-        return  # parts cannot be compared; and UAQ rescales the policy alone, which changes no output
+        # parts cannot be compared; and UAQ rescales the policy alone, which changes no output
+        return
     others = dict(accelerator.unwrap_model(reference).named_parameters())
     for name, parameter in policy.named_parameters():
         other = others.get(name)
         if other is None or not _is_equal(parameter.detach(), other.detach()):
             source = policy.config._name_or_path
             logger.warning(
-                f"The reference model of the KL penalty (beta) is the one that {source!r} names, and differs from the "
-                f"policy (first in {name}): the penalty pulls the policy towards it. If you have changed the policy "
-                "in memory, as by merging an adapter, save it and pass its directory as the model."
+                f"The reference model of the KL penalty (beta) is the one that {source!r} names, "
+                f"and differs from the policy (first in {name}): the penalty pulls the policy "
+                "towards it. If you have changed the policy in memory, as by merging an adapter, "
+                "save it and pass its directory as the model."
             )
             return
 
@@ -38,7 +44,9 @@ def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def save_reference(model: Any, accelerator: Any, checkpoint: Path) -> None:
-    """Add a reference model that changes (`sync_ref_model`) to a checkpoint. A collective operation."""
+    """Add a reference model that changes (`sync_ref_model`) to a checkpoint. A collective
+    operation.
+    """
     state = accelerator.get_state_dict(model)
     if accelerator.is_main_process:
         checkpoint.mkdir(parents=True, exist_ok=True)
@@ -46,17 +54,21 @@ def save_reference(model: Any, accelerator: Any, checkpoint: Path) -> None:
 
 
 def load_reference(model: Any, accelerator: Any, checkpoint: Path) -> None:
-    """Load what `save_reference` wrote. Raises `ValueError` if it is missing, or the model is sharded."""
+    """Load what `save_reference` wrote. Raises `ValueError` if it is missing, or the model is
+    sharded.
+    """
     path = checkpoint / REFERENCE_FILE
     reason = ""
     if not path.is_file():
         reason = f"{checkpoint} does not hold it"
     elif _is_sharded(accelerator):
-        reason = f"a reference model that {accelerator.distributed_type.value} shards cannot be loaded"
+        reason = (
+            f"a reference model that {accelerator.distributed_type.value} shards cannot be loaded"
+        )
     if reason:
         raise ValueError(
-            f"sync_ref_model=True has changed the reference model, and {reason}: set sync_ref_model=False, or start "
-            "a new run from the saved policy."
+            f"sync_ref_model=True has changed the reference model, and {reason}: set "
+            "sync_ref_model=False, or start a new run from the saved policy."
         )
     state = torch.load(path, map_location="cpu", weights_only=True)
     accelerator.unwrap_model(model).load_state_dict(state)

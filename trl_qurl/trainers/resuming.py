@@ -1,8 +1,10 @@
-"""What comes back after a stop: complete checkpoints, all of a run's models, and a proof that they are the saved ones.
+"""What comes back after a stop: complete checkpoints, all of a run's models, and a proof that they
+are the saved ones.
 
-transformers looks for the last checkpoint by its name, complete or not. It loads the adapters of subdirectories, such
-as TRL's `ref/` and our `critic/`, instead of the policy's own; and where a model's parameters have other names or
-shapes than its checkpoint's tensors, as experts do, it leaves them as they are and logs their names.
+transformers looks for the last checkpoint by its name, complete or not. It loads the adapters of
+subdirectories, such as TRL's `ref/` and our `critic/`, instead of the policy's own; and where a
+model's parameters have other names or shapes than its checkpoint's tensors, as experts do, it
+leaves them as they are and logs their names.
 """
 
 import shutil
@@ -27,7 +29,8 @@ from trl_qurl.rollout.checks.tensors import differences, tensor_digest
 logger = get_logger(__name__)  # logs in the main process only
 
 ADAPTER_FILE = "adapter_model.safetensors"
-TORCH_CANNOT_WRITE = ("inline_container", "PytorchStreamWriter", "iostream")  # in its RuntimeError on a full disk
+# in its RuntimeError on a full disk
+TORCH_CANNOT_WRITE = ("inline_container", "PytorchStreamWriter", "iostream")
 STATE_FILE = "trainer_state.json"  # transformers writes it last
 
 
@@ -39,29 +42,40 @@ def last_complete_checkpoint(output_dir: str | Path) -> Path:
     """
     output_dir = Path(output_dir)
     incomplete: list[str] = []
-    for checkpoint in sorted(output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*"), key=_step, reverse=True):
+    for checkpoint in sorted(
+        output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*"), key=_step, reverse=True
+    ):
         if is_complete(checkpoint):
             if incomplete:
                 names = ", ".join(incomplete)
-                logger.warning(f"Resuming from {checkpoint}: {names} is incomplete, as after a full disk or a kill.")
+                logger.warning(
+                    f"Resuming from {checkpoint}: {names} is incomplete, as after a full disk or a "
+                    "kill."
+                )
             return checkpoint
         incomplete.append(checkpoint.name)
     found = f"only incomplete ones ({', '.join(incomplete)})" if incomplete else "none"
     raise FileNotFoundError(
-        f"resume_from_checkpoint=True looks for a checkpoint in {output_dir} (output_dir), but there is {found}: "
-        "pass the path of a checkpoint, or leave resume_from_checkpoint out to begin a new run."
+        f"resume_from_checkpoint=True looks for a checkpoint in {output_dir} (output_dir), but "
+        f"there is {found}: pass the path of a checkpoint, or leave resume_from_checkpoint out to "
+        "begin a new run."
     )
 
 
 def check_complete(checkpoint: str | Path) -> Path:
-    """Return a checkpoint's path; raise `FileNotFoundError` if it does not exist or is incomplete."""
+    """Return a checkpoint's path; raise `FileNotFoundError` if it
+    does not exist or is incomplete.
+    """
     checkpoint = Path(checkpoint)
     if not checkpoint.is_dir():
-        raise FileNotFoundError(f"resume_from_checkpoint is {str(checkpoint)!r}, but there is no such directory.")
+        raise FileNotFoundError(
+            f"resume_from_checkpoint is {str(checkpoint)!r}, but there is no such directory."
+        )
     if not is_complete(checkpoint):
         raise FileNotFoundError(
-            f"The checkpoint {checkpoint} is incomplete ({STATE_FILE} is missing or cut short), as after a full disk "
-            "or a kill: pass an earlier one, or resume_from_checkpoint=True for the last complete one."
+            f"The checkpoint {checkpoint} is incomplete ({STATE_FILE} is missing or cut short), as "
+            "after a full disk or a kill: pass an earlier one, or resume_from_checkpoint=True for "
+            "the last complete one."
         )
     return checkpoint
 
@@ -82,10 +96,11 @@ def _step(checkpoint: Path) -> int:
 
 @contextmanager
 def written_whole(checkpoint: Path, is_owner: bool) -> Iterator[None]:
-    """Write a checkpoint inside the block; if the system refuses, remove it, so that it is not taken for a whole one.
+    """Write a checkpoint inside the block; if the system refuses, remove it, so that it is not
+    taken for a whole one.
 
-    `is_owner` says whether this process removes it. Raises `OSError` with the remedy. A checkpoint that is complete
-    stays, whatever fails afterwards, such as an upload to the Hub.
+    `is_owner` says whether this process removes it. Raises `OSError` with the remedy. A checkpoint
+    that is complete stays, whatever fails afterwards, such as an upload to the Hub.
     """
     if is_owner:
         (checkpoint / STATE_FILE).unlink(missing_ok=True)  # of an earlier checkpoint of this step
@@ -94,13 +109,16 @@ def written_whole(checkpoint: Path, is_owner: bool) -> Iterator[None]:
     except (OSError, RuntimeError, SafetensorError) as error:
         if is_complete(checkpoint):
             raise
-        if isinstance(error, RuntimeError) and not any(word in str(error) for word in TORCH_CANNOT_WRITE):
+        if isinstance(error, RuntimeError) and not any(
+            word in str(error) for word in TORCH_CANNOT_WRITE
+        ):
             raise
         if is_owner:
             shutil.rmtree(checkpoint, ignore_errors=True)
         raise OSError(
-            f"The checkpoint {checkpoint} cannot be written, and was removed ({error}). Free space there or set "
-            "another output_dir, then resume from the last checkpoint (resume_from_checkpoint=True)."
+            f"The checkpoint {checkpoint} cannot be written, and was removed ({error}). Free space "
+            "there or set another output_dir, then resume from the last checkpoint "
+            "(resume_from_checkpoint=True)."
         ) from error
 
 
@@ -113,26 +131,30 @@ def read_whole(checkpoint: Path) -> Iterator[None]:
         if isinstance(error, RuntimeError) and "PytorchStreamReader" not in str(error):
             raise
         raise OSError(
-            f"The checkpoint {checkpoint} has a file that cannot be read ({type(error).__name__}: {error}): resume "
-            "from an earlier checkpoint."
+            f"The checkpoint {checkpoint} has a file that cannot be read ({type(error).__name__}: "
+            f"{error}): resume from an earlier checkpoint."
         ) from error
 
 
 def warn_of_new_optimizer(checkpoint: Path) -> None:
-    """Warn if transformers finds no optimizer or schedule, as after `save_only_model`: it begins new ones silently."""
-    missing = [name for name in (OPTIMIZER_NAME, SCHEDULER_NAME) if not (checkpoint / name).is_file()]
+    """Warn if transformers finds no optimizer or schedule, as after `save_only_model`: it begins
+    new ones silently.
+    """
+    missing = [
+        name for name in (OPTIMIZER_NAME, SCHEDULER_NAME) if not (checkpoint / name).is_file()
+    ]
     if missing:
         logger.warning(
-            f"{checkpoint} has no {' and no '.join(missing)}, as with save_only_model=True: the run goes on with a "
-            "new optimizer, and with the learning rate of a run's beginning."
+            f"{checkpoint} has no {' and no '.join(missing)}, as with save_only_model=True: the "
+            "run goes on with a new optimizer, and with the learning rate of a run's beginning."
         )
 
 
 def load_policy(model: Any, checkpoint: Path) -> bool:
     """Load what transformers' loader would miss; return whether the policy is loaded.
 
-    It would miss the adapter of a policy whose checkpoint has others beside it, and parameters that the checkpoint
-    names or cuts differently. `model` must be whole in this process.
+    It would miss the adapter of a policy whose checkpoint has others beside it, and parameters that
+    the checkpoint names or cuts differently. `model` must be whole in this process.
     """
     if is_peft_model(model):
         return _load_adapters(model, checkpoint)
@@ -144,8 +166,14 @@ def load_policy(model: Any, checkpoint: Path) -> bool:
 
 
 def _load_adapters(model: Any, checkpoint: Path) -> bool:
-    """Load each of a policy's adapters from where PEFT saves it, and none that the policy does not have."""
-    found = {name: path for name, path in adapter_directories(model, checkpoint) if (path / ADAPTER_FILE).is_file()}
+    """Load each of a policy's adapters from where PEFT saves it, and none that the policy does not
+    have.
+    """
+    found = {
+        name: path
+        for name, path in adapter_directories(model, checkpoint)
+        if (path / ADAPTER_FILE).is_file()
+    }
     active = model.active_adapters[0]
     if active not in found:
         return False
@@ -156,7 +184,9 @@ def _load_adapters(model: Any, checkpoint: Path) -> bool:
 
 
 def adapter_directories(model: Any, checkpoint: Path) -> Iterator[tuple[str, Path]]:
-    """Yield the names of a policy's adapters and where PEFT saves them: the one named `default` in the root."""
+    """Yield the names of a policy's adapters and where PEFT saves them: the one named `default` in
+    the root.
+    """
     for name in model.peft_config:
         yield name, checkpoint if name == "default" else checkpoint / name
 
@@ -168,9 +198,11 @@ def _is_converted(model: Any) -> bool:
 
 
 def check_loaded(what: str, model: Any, directory: Path, is_reader: bool = True) -> None:
-    """Raise `RuntimeError` unless a model's tensors are those that a directory holds, bit for bit, in its own dtypes.
+    """Raise `RuntimeError` unless a model's tensors are those that a directory holds, bit for bit,
+    in its own dtypes.
 
-    A collective operation if the model is sharded. `is_reader` says whether this process reads the files.
+    A collective operation if the model is sharded. `is_reader` says whether this process reads the
+    files.
     """
     held: NamedTensors
     if is_peft_model(model):
@@ -180,13 +212,21 @@ def check_loaded(what: str, model: Any, directory: Path, is_reader: bool = True)
             if (path / ADAPTER_FILE).is_file():
                 state = get_peft_model_state_dict(model, adapter_name=name)
                 held = ((key, gathered(tensor)) for key, tensor in state.items())
-                _compare(f"{what}'s adapter {name!r}", held, load_file(path / ADAPTER_FILE).items(), path, is_reader)
+                _compare(
+                    f"{what}'s adapter {name!r}",
+                    held,
+                    load_file(path / ADAPTER_FILE).items(),
+                    path,
+                    is_reader,
+                )
     elif any(directory.glob("*.safetensors")):
         held = CheckpointForm(model, splits_experts=False).convert(model_parameters(model))
         _compare(what, held, read_tensors(directory), directory, is_reader)
 
 
-def _compare(what: str, held: NamedTensors, stored: NamedTensors, path: Path, is_reader: bool) -> None:
+def _compare(
+    what: str, held: NamedTensors, stored: NamedTensors, path: Path, is_reader: bool
+) -> None:
     digests = {}
     dtypes = {}
     for name, tensor in held:
@@ -195,9 +235,11 @@ def _compare(what: str, held: NamedTensors, stored: NamedTensors, path: Path, is
             dtypes[name] = tensor.dtype
     if not is_reader:
         return
-    saved = {name: tensor_digest(tensor.to(dtypes.get(name, tensor.dtype))) for name, tensor in stored}
+    saved = {
+        name: tensor_digest(tensor.to(dtypes.get(name, tensor.dtype))) for name, tensor in stored
+    }
     if clause := differences(saved, digests):
         raise RuntimeError(
-            f"After resuming, the {what} does not hold what {path} holds: {clause}. Pass the model and the adapter "
-            "that the run began with, or start a new run from the saved model."
+            f"After resuming, the {what} does not hold what {path} holds: {clause}. Pass the model "
+            "and the adapter that the run began with, or start a new run from the saved model."
         )

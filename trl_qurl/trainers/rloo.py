@@ -1,8 +1,9 @@
 """`QuRLRLOOTrainer`: TRL's `RLOOTrainer` with quantized rollouts and a correction for the mismatch.
 
-Baseline, advantages, KL penalty and loss stay TRL's. TRL's RLOO drops the engine's log-probabilities, so this file
-takes them from the backend and compares them with TRL's scoring pass, which RLOO always runs. Inside TRL's loss, the
-objective's weights scale the gradient of the forward pass; the loss's value, ratio and clipping do not change.
+Baseline, advantages, KL penalty and loss stay TRL's. TRL's RLOO drops the engine's
+log-probabilities, so this file takes them from the backend and compares them with TRL's scoring
+pass, which RLOO always runs. Inside TRL's loss, the objective's weights scale the gradient of the
+forward pass; the loss's value, ratio and clipping do not change.
 """
 
 import torch
@@ -18,20 +19,24 @@ from trl_qurl.trainers.scoring import learned_tokens
 
 
 class QuRLRLOOTrainer(GroupRolloutsMixin, RLOOTrainer):
-    """[`~trl.RLOOTrainer`] with rollouts from an actor: a quantized copy of the policy, updated before each rollout.
+    """[`~trl.RLOOTrainer`] with rollouts from an actor: a quantized copy of the policy, updated
+    before each rollout.
 
-    RLOO clips the ratio R of a whole completion y. The objective (`args.objective`) weights each token's contribution
-    to the gradient, with `"tis"` by its truncated importance ratio:
+    RLOO clips the ratio R of a whole completion y. The objective (`args.objective`) weights each
+    token's contribution to the gradient, with `"tis"` by its truncated importance ratio:
 
-        ∇J = A · R · Σ_t w_t · ∇log π_θ(y_t) where R is not clipped,    R = ∏_t π_θ(y_t) / π_prox(y_t),
-        w_t = min(ρ_t, C),    ρ_t = π_prox(y_t) / π_behav(y_t)
+        ∇J = A · R · Σ_t w_t · ∇log π_θ(y_t) where R is not clipped,    R = ∏_t π_θ(y_t) /
+        π_prox(y_t), w_t = min(ρ_t, C),    ρ_t = π_prox(y_t) / π_behav(y_t)
 
-    Where π_prox is the policy at rollout time and π_behav the actor. Sources: the weight is FlashRL's (Eq. 5 of QuRL,
-    arXiv 2602.13953); GSPO-token also combines token weights with a ratio of completions (arXiv 2507.18071).
+    Where π_prox is the policy at rollout time and π_behav the actor. Sources: the weight is
+    FlashRL's (Eq. 5 of QuRL, arXiv 2602.13953); GSPO-token also combines token weights with a ratio
+    of completions (arXiv 2507.18071).
 
-    One weight per completion, ∏_t ρ_t, would be exact, but would leave few effective samples (docs/algorithms.md).
+    One weight per completion, ∏_t ρ_t, would be exact, but would leave few effective samples
+    (docs/algorithms.md).
 
-    The arguments are those of [`QuRLGRPOTrainer`], with a [`QuRLRLOOConfig`] or a [`~trl.RLOOConfig`] for `args`.
+    The arguments are those of [`QuRLGRPOTrainer`], with a [`QuRLRLOOConfig`] or a
+    [`~trl.RLOOConfig`] for `args`.
     """
 
     _config_class = QuRLRLOOConfig
@@ -42,12 +47,20 @@ class QuRLRLOOTrainer(GroupRolloutsMixin, RLOOTrainer):
     _paper = QURL
 
     def _missing_logps(self, proximal_logps: torch.Tensor | None) -> Batch:
-        logps = valid_logps([[logp for (logp,) in tokens] for tokens in self._rollout.behavior_logps or ()])
-        rows = [torch.tensor([torch.nan if logp is None else logp for logp in row]) for row in logps]
-        behavior_logps = pad(rows, pad_to_multiple_of=self.pad_to_multiple_of).to(self.accelerator.device)
+        logps = valid_logps(
+            [[logp for (logp,) in tokens] for tokens in self._rollout.behavior_logps or ()]
+        )
+        rows = [
+            torch.tensor([torch.nan if logp is None else logp for logp in row]) for row in logps
+        ]
+        behavior_logps = pad(rows, pad_to_multiple_of=self.pad_to_multiple_of).to(
+            self.accelerator.device
+        )
         return {"old_per_token_logps": proximal_logps, "sampling_per_token_logps": behavior_logps}
 
-    def _objective_inputs(self, batch: Batch, proximal_logps: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _objective_inputs(
+        self, batch: Batch, proximal_logps: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
         inputs = super()._objective_inputs(batch, proximal_logps)
         if inputs:  # one ratio per completion, (B,)
             inputs["old_logps"] = (inputs["old_per_token_logps"] * learned_tokens(batch)).sum(1)
@@ -59,12 +72,13 @@ class QuRLRLOOTrainer(GroupRolloutsMixin, RLOOTrainer):
 
 
 def weigh_gradient(logps: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Multiply the gradient of each token's log-probability by a weight, without changing its value.
+    """Multiply the gradient of each token's log-probability by a weight, without changing its
+    value.
 
         log π_t → sg(log π_t) + w_t · (log π_t − sg(log π_t))
 
-    Where sg stops the gradient. A function f of the result has the gradient Σ_t w_t · ∂f/∂log π_t · ∇log π_t.
-    `logps` and `weights` are `(B, T)`; the weights must be finite.
+    Where sg stops the gradient. A function f of the result has the gradient Σ_t w_t · ∂f/∂log π_t ·
+    ∇log π_t. `logps` and `weights` are `(B, T)`; the weights must be finite.
     """
     fixed = logps.detach()
     return fixed + weights * (logps - fixed)

@@ -1,4 +1,6 @@
-"""Rollouts in groups, scored by forward passes of the trainer: the mismatch, its guard, checkpoints and `ahead`."""
+"""Rollouts in groups, scored by forward passes of the trainer: the mismatch, its guard, checkpoints
+and `ahead`.
+"""
 
 import itertools
 import math
@@ -34,14 +36,16 @@ Batch = dict[str, Any]  # of TRL's trainers: tensors, (B, ...) each
 
 
 class GroupRolloutsMixin(QuantizedEngineMixin):
-    """[`QuantizedEngineMixin`] for trainers that score groups of completions with forward passes, as GRPO and RLOO.
+    """[`QuantizedEngineMixin`] for trainers that score groups of completions with forward passes,
+    as GRPO and RLOO.
 
-    It measures the mismatch, judges it, generates ahead, and resumes inside a rollout. With a setting `objective`, it
-    computes TRL's loss on the objective's inputs.
+    It measures the mismatch, judges it, generates ahead, and resumes inside a rollout. With a
+    setting `objective`, it computes TRL's loss on the objective's inputs.
     """
 
     _smooths_by_loss = False
-    _learns_within_groups = True  # from rewards that differ within a group, else also from those between groups
+    # from rewards that differ within a group, else also from those between groups
+    _learns_within_groups = True
     _train_sampler: RepeatSampler | None = None
     _buffered_inputs: Any  # TRL's batches of the current rollout
     _pass: ScoringPass | None = None  # inside `_watch_pass`
@@ -49,7 +53,12 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
     _longest_prompt: LongestPrompt
 
     def __init__(
-        self, model: Any, reward_funcs: Any = None, args: Any = None, *positional: Any, **kwargs: Any
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: Any = None,
+        *positional: Any,
+        **kwargs: Any,
     ) -> None:
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
         self._check_room(self.vllm_generation.context)
@@ -74,7 +83,9 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
         longest = self._longest_prompt
         if longest.tokens == 0:  # no prompt is known yet
             return
-        check_room(longest.tokens, context, self.max_completion_length or 1, f"The prompt {longest.name}")
+        check_room(
+            longest.tokens, context, self.max_completion_length or 1, f"The prompt {longest.name}"
+        )
 
     @property
     def _rollout(self) -> RolloutContext:
@@ -97,7 +108,10 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
     def _generate_and_score_completions(self, inputs: Any) -> Batch:
         looks_ahead = self._ahead is not None and self._mode == "train"
         self._rollout.upcoming = self._upcoming_prompts(inputs) if looks_ahead else None
-        with named_rewards(self.reward_func_names), self._watch_pass(not self._scores_in_update) as scored:
+        with (
+            named_rewards(self.reward_func_names),
+            self._watch_pass(not self._scores_in_update) as scored,
+        ):
             batch = super()._generate_and_score_completions(inputs)
         self._record({"time/logps_s": scored.seconds})
         batch |= self._missing_logps(scored.logps)
@@ -105,31 +119,48 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
             self._tally(batch, batch["old_per_token_logps"])
             self._record_mismatch()
         if self._mode == "train":
-            self._learning.observe({name: values[-1] for name, values in self._metrics["train"].items() if values})
+            self._learning.observe(
+                {name: values[-1] for name, values in self._metrics["train"].items() if values}
+            )
         return batch
 
     def _has_signal(self, metrics: dict[str, float]) -> bool:
         """Return whether a rollout with these metrics has rewards to learn from."""
-        if metrics.get("completions/clipped_ratio") == 1 and vars(self.args).get("mask_truncated_completions"):
+        if metrics.get("completions/clipped_ratio") == 1 and vars(self.args).get(
+            "mask_truncated_completions"
+        ):
             return False
-        differs = metrics["frac_reward_zero_std"] < 1 if self._learns_within_groups else metrics["reward_std"] > 0
+        differs = (
+            metrics["frac_reward_zero_std"] < 1
+            if self._learns_within_groups
+            else metrics["reward_std"] > 0
+        )
         return differs and not math.isnan(metrics["reward"])
 
     def _missing_logps(self, proximal_logps: torch.Tensor | None) -> Batch:
-        """Return log-probabilities that TRL's trainer leaves out of its batch; it may have scored in advance."""
+        """Return log-probabilities that TRL's trainer leaves out of its batch; it may have scored
+        in advance.
+        """
         return {}
 
     def _upcoming_prompts(self, rows: list[dict[str, Any]]) -> Tokens:
-        """Return the tokens of this process's prompts in the next rollout; none if these rows' is the last."""
+        """Return the tokens of this process's prompts in the next rollout; none if these rows' is
+        the last.
+        """
         micro_batches = self.args.steps_per_generation * self.num_iterations  # per rollout
-        if self.state.global_step + micro_batches / self.args.gradient_accumulation_steps >= self.state.max_steps:
+        if (
+            self.state.global_step + micro_batches / self.args.gradient_accumulation_steps
+            >= self.state.max_steps
+        ):
             return []
         if self._upcoming_rows is None:
             sampler = super()._get_train_sampler(self.train_dataset)
             skip_epochs(sampler, self.state.epoch)
             self._upcoming_rows = UpcomingRows(sampler, self.train_dataset, self.accelerator)
         following = self._upcoming_rows.after(rows)
-        return super()._tokenize_prompts([row["prompt"] for row in following])[0] if following else []
+        return (
+            super()._tokenize_prompts([row["prompt"] for row in following])[0] if following else []
+        )
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as the parent does, and abort a rollout that is still out at the end."""
@@ -154,23 +185,36 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
     def _first_prompts(self) -> Tokens:
         if self._is_vlm or getattr(self, "environment_factories", None) is not None:
             return []
-        prompts = [row["prompt"] for row in itertools.islice(self.train_dataset, CALIBRATION_PROMPTS)]
+        prompts = [
+            row["prompt"] for row in itertools.islice(self.train_dataset, CALIBRATION_PROMPTS)
+        ]
         return [tokens[:LONGEST_PROMPT] for tokens in super()._tokenize_prompts(prompts)[0]]
 
     def _tokenize_prompts(self, prompts: list) -> tuple:
         prompt_ids, images, fields = super()._tokenize_prompts(prompts)
         if images is not None and self.args.vllm_mode == "colocate":
             # TRL's RLOO trainer lacks `chat_template`, which is for tools.
-            template = {"chat_template": vars(self).get("chat_template"), **self.chat_template_kwargs}
-            arguments = self.processing_class, list(map(prepare_multimodal_messages, prompts)), prompt_ids
+            template = {
+                "chat_template": vars(self).get("chat_template"),
+                **self.chat_template_kwargs,
+            }
+            arguments = (
+                self.processing_class,
+                list(map(prepare_multimodal_messages, prompts)),
+                prompt_ids,
+            )
             self._rollout.plain_prompts = plain_prompts(*arguments, **template)
         return prompt_ids, images, fields
 
     @contextmanager
     def _watch_pass(
-        self, is_scoring: bool, complete: Callable[[torch.Tensor], torch.Tensor] = lambda logps: logps
+        self,
+        is_scoring: bool,
+        complete: Callable[[torch.Tensor], torch.Tensor] = lambda logps: logps,
     ) -> Iterator[ScoringPass]:
-        """Watch the forward passes inside the block, and give TRL what `complete` makes of their log-probabilities."""
+        """Watch the forward passes inside the block, and give TRL what `complete` makes of their
+        log-probabilities.
+        """
         self._pass = ScoringPass(complete, is_scoring)
         try:
             yield self._pass
@@ -179,7 +223,9 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> tuple:
         started, watched = time.perf_counter(), self._pass
-        is_scoring = watched is not None and watched.is_scoring and watched.logps is None and model.training
+        is_scoring = (
+            watched is not None and watched.is_scoring and watched.logps is None and model.training
+        )
         in_advance = model.training and not torch.is_grad_enabled()
         with self._watch_activations(is_scoring):
             if in_advance:
@@ -196,7 +242,8 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
     def _compute_loss(self, model: Any, inputs: Batch) -> torch.Tensor:
         """Compute TRL's loss on the objective's inputs, and record metrics of the update.
 
-        The loss's own forward pass scores a rollout that was not scored in advance. TRL reads our inputs afterwards.
+        The loss's own forward pass scores a rollout that was not scored in advance. TRL reads our
+        inputs afterwards.
         """
         inputs = dict(inputs)
         proximal_logps = inputs.get("old_per_token_logps")
@@ -214,26 +261,38 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
             self._record_update(inputs, scored.logps, proximal_logps)
         return loss
 
-    def _objective_inputs(self, batch: Batch, proximal_logps: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _objective_inputs(
+        self, batch: Batch, proximal_logps: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
         """Return the inputs from which TRL's loss computes the objective, (B, T) each."""
         if self._objective is None:
             return {}
-        # Masked tokens have no ratio: mark them with NaN, which also keeps their padding out of exp().
-        behavior_logps = batch["sampling_per_token_logps"].masked_fill(~learned_tokens(batch), torch.nan)
+        # Masked tokens have no ratio: mark them with NaN, which also keeps their padding out of
+        # exp().
+        behavior_logps = batch["sampling_per_token_logps"].masked_fill(
+            ~learned_tokens(batch), torch.nan
+        )
         logps = proximal_logps, behavior_logps
-        terms = surrogate_terms(self._objective.name, *logps, batch["advantages"], cap=cap_of(self.args))
+        terms = surrogate_terms(
+            self._objective.name, *logps, batch["advantages"], cap=cap_of(self.args)
+        )
         return {"old_per_token_logps": terms.old_logps, "importance_sampling_ratio": terms.weight}
 
     def _weigh(self, logps: torch.Tensor, inputs: Batch) -> torch.Tensor:
         """Return what TRL's loss takes for the policy's log-probabilities, (B, T)."""
         return logps
 
-    def _record_update(self, inputs: Batch, policy_logps: torch.Tensor, proximal_logps: torch.Tensor | None) -> None:
-        """Record metrics of an update, and of the rollout's mismatch if `proximal_logps` were not known before."""
+    def _record_update(
+        self, inputs: Batch, policy_logps: torch.Tensor, proximal_logps: torch.Tensor | None
+    ) -> None:
+        """Record metrics of an update, and of the rollout's mismatch if `proximal_logps` were not
+        known before.
+        """
         if proximal_logps is None and "sampling_per_token_logps" in inputs:
             proximal_logps = policy_logps
             self._tally(inputs, proximal_logps)
-            # The rollout's last micro-batch (TRL increments `_step` after the loss); in evaluation, each one is.
+            # The rollout's last micro-batch (TRL increments `_step` after the loss); in evaluation,
+            # each one is.
             if self._mode == "eval" or (self._step + 1) % self.args.steps_per_generation == 0:
                 if self.vllm_importance_sampling_correction:
                     self._record(self._mismatch.sampling_metrics(cap_of(self.args)))
@@ -241,21 +300,32 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
         if proximal_logps is not None:
             lifts = self._objective is not None and self._objective.lifts_upper_bound
             lifting = (cap_of(self.args), 1 + self.epsilon_high) if lifts else None
-            self._record(loss_metrics(policy_logps, proximal_logps, inputs, self._sum_over_processes, lifting))
+            self._record(
+                loss_metrics(
+                    policy_logps, proximal_logps, inputs, self._sum_over_processes, lifting
+                )
+            )
 
     def _tally(self, batch: Batch, proximal_logps: torch.Tensor) -> None:
         logps = proximal_logps, batch["sampling_per_token_logps"]
         self._mismatch.add(*logps, learned_tokens(batch), cap_of(self.args))
 
     def _record_mismatch(self) -> None:
-        """Log the mismatch of the rollout just scored, and pass it to the guard. Every process must call this."""
+        """Log the mismatch of the rollout just scored, and pass it to the guard. Every process must
+        call this.
+        """
         metrics = self._mismatch.pop()
         self._record(metrics | self._guard.observe(metrics, self._mode == "train"))
 
     def _rollout_state(self) -> dict[str, Any]:
-        """Return what a resumed run needs in addition to transformers' checkpoint; trainers may add to it."""
+        """Return what a resumed run needs in addition to transformers' checkpoint; trainers may add
+        to it.
+        """
         smoothing = self.vllm_generation.weights.smoothing
-        state = {"smoothing": smoothing and smoothing.state_dict(), "ahead": self._ahead and self._ahead.state()}
+        state = {
+            "smoothing": smoothing and smoothing.state_dict(),
+            "ahead": self._ahead and self._ahead.state(),
+        }
         # TRL's count of micro-batches so far, and the batches of its rollout.
         return state | {"step": self._step, "batches": self._buffered_inputs}
 
@@ -282,7 +352,8 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
         if checkpoint is not None:
             if vars(self.args).get("sync_ref_model"):
                 load_reference(self.ref_model, self.accelerator, Path(checkpoint))
-            skip_epochs(self._train_sampler, self.state.epoch)  # `self.state` is the checkpoint's by now
+            # `self.state` is the checkpoint's by now
+            skip_epochs(self._train_sampler, self.state.epoch)
             with read_whole(Path(checkpoint)):
                 state = load_rollout_state(Path(checkpoint), self.accelerator, self.args)
             if state is not None:

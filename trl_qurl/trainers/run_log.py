@@ -1,8 +1,9 @@
-"""The run log, `run.jsonl` in the output directory: one line of settings, then one line per logged row.
+"""The run log, `run.jsonl` in the output directory: one line of settings, then one line per logged
+row.
 
 A killed run loses only the line it was writing, and a full disk only the rows it has no room for.
-`trl_qurl.lab.runs` reads the log. Its mode is that of the other files in the directory, which users share and publish
-on purpose, so no secret may reach it.
+`trl_qurl.lab.runs` reads the log. Its mode is that of the other files in the directory, which users
+share and publish on purpose, so no secret may reach it.
 """
 
 import fcntl
@@ -22,13 +23,19 @@ logger = logging.getLogger(__name__)
 RUN_LOG = "run.jsonl"
 HIDDEN = "<hidden>"
 
-# The last word of names of secrets: `hub_token`, `x-api-key`, `AWS_SECRET_ACCESS_KEY`, but not `eos_token_id`.
-_NAME = r"(?:token|key|secret|password|passwd|passphrase|auth|authorization|bearer|credential|cookie)s?"
+# The last word of names of secrets: `hub_token`, `x-api-key`, `AWS_SECRET_ACCESS_KEY`, but not
+# `eos_token_id`.
+_NAME = (
+    r"(?:token|key|secret|password|passwd|passphrase|auth|authorization|bearer|credential|cookie)s?"
+)
 _SECRET_NAME = re.compile(f"{_NAME}$", re.IGNORECASE)
-# A secret inside a text, after what marks it: `HF_TOKEN=...`, `'api_key': '...'`, `?token=...`, `--api-key ...`,
-# `Authorization: Basic ...`, `Bearer ...`, `https://user:...@host`, or a token of the Hub.
+# A secret inside a text, after what marks it: `HF_TOKEN=...`, `'api_key': '...'`, `?token=...`,
+# `--api-key ...`, `Authorization: Basic ...`, `Bearer ...`, `https://user:...@host`, or a token of
+# the Hub.
 _SECRET_TEXT = re.compile(
-    rf"""( {_NAME}["']? \s*[=:]\s* ["']? (?:(?:basic|bearer)\s+)? | --[\w-]*{_NAME}\s+ | bearer\s+ ) [^\s"'&,;}}]+
+    rf"""(
+        {_NAME}["']? \s*[=:]\s* ["']? (?:(?:basic|bearer)\s+)? | --[\w-]*{_NAME}\s+ | bearer\s+
+    ) [^\s"'&,;}}]+
     | (?<=://) [^/\s"']+ (?=@) | \bhf_[A-Za-z0-9]{{30,}}""",
     re.IGNORECASE | re.VERBOSE,
 )
@@ -37,14 +44,16 @@ _locks: dict[Path, int] = {}  # open directories of this process's runs, by path
 
 
 def begin_log(path: Path, settings: dict[str, Any], history: Sequence[dict[str, Any]] = ()) -> None:
-    """Start a run's log: a new run's, or that of a run that resumes. No other run may write there until `end_log`.
+    """Start a run's log: a new run's, or that of a run that resumes. No other run may write there
+    until `end_log`.
 
-    A new run renames an earlier run's file to the next free `run-1.jsonl`. A resumed run writes its file again with
-    the rows of its checkpoint, because the steps after it will be repeated.
+    A new run renames an earlier run's file to the next free `run-1.jsonl`. A resumed run writes its
+    file again with the rows of its checkpoint, because the steps after it will be repeated.
 
     Args:
         path: The log file.
-        settings: The run's settings. Values that JSON cannot represent become text; secrets are masked.
+        settings: The run's settings. Values that JSON cannot represent become text; secrets are
+            masked.
         history: Rows that the checkpoint holds (`TrainerState.log_history`).
 
     Raises:
@@ -70,7 +79,8 @@ def _write_log(path: Path, settings: dict[str, Any], history: Sequence[dict[str,
 
 
 def append_row(path: Path, row: dict[str, Any]) -> None:
-    """Append a row to a run's log. If it cannot be written, as on a full disk, warn once: the row is lost.
+    """Append a row to a run's log. If it cannot be written, as on a full disk, warn once: the row
+    is lost.
 
     Args:
         path: The log file.
@@ -111,8 +121,8 @@ def check_unused(directory: Path) -> None:
 def _lock(directory: Path, kind: int) -> int:
     """Lock an output directory and return it, open.
 
-    The system releases the lock when the process ends, however it ends. A lock of the directory itself leaves no file
-    behind, but other machines that mount it do not see the lock.
+    The system releases the lock when the process ends, however it ends. A lock of the directory
+    itself leaves no file behind, but other machines that mount it do not see the lock.
     """
     opened = os.open(directory, os.O_RDONLY)
     try:
@@ -120,8 +130,8 @@ def _lock(directory: Path, kind: int) -> int:
     except BlockingIOError:
         os.close(opened)
         raise RuntimeError(
-            f"Another run is training with the output directory {directory}, and both would write to its {RUN_LOG} "
-            "and its checkpoints: set another output_dir, or stop that run first."
+            f"Another run is training with the output directory {directory}, and both would write "
+            f"to its {RUN_LOG} and its checkpoints: set another output_dir, or stop that run first."
         ) from None
     except OSError:
         pass  # a file system without locks
@@ -129,7 +139,9 @@ def _lock(directory: Path, kind: int) -> int:
 
 
 def _forget_locks() -> None:
-    """Close a forked process's copies: a worker that outlives its run must not keep the directory locked."""
+    """Close a forked process's copies: a worker that outlives its run must not keep the directory
+    locked.
+    """
     for path in list(_locks):
         end_log(path)
 
@@ -138,7 +150,9 @@ os.register_at_fork(after_in_child=_forget_locks)
 
 
 def _end_of_rows(file: BinaryIO) -> int:
-    """Return where the last complete line ends; what follows is left of a row that could not be written."""
+    """Return where the last complete line ends; what follows is left of a row that could not be
+    written.
+    """
     file.seek(-1, os.SEEK_END)
     if file.read() == b"\n":
         return file.tell()
@@ -148,8 +162,13 @@ def _end_of_rows(file: BinaryIO) -> int:
 
 @functools.cache
 def _warn_of_lost_rows(path: Path, reason: str) -> None:
-    advice = "Training goes on, and rows are logged again once they can be; free space, or check the permissions."
-    logger.warning("Rows are missing from %s, which cannot be written (%s). %s", path, reason, advice)
+    advice = (
+        "Training goes on, and rows are logged again once they can be; free space, or check the "
+        "permissions."
+    )
+    logger.warning(
+        "Rows are missing from %s, which cannot be written (%s). %s", path, reason, advice
+    )
 
 
 def _line(content: dict[str, Any]) -> str:
@@ -162,12 +181,22 @@ def _as_data(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _masked(value: Any, is_secret: bool = False) -> Any:
-    """Return settings without secrets: texts whose name is that of a secret, and secrets inside other texts."""
+    """Return settings without secrets: texts whose name is that of a secret, and secrets inside
+    other texts.
+    """
     if isinstance(value, dict):
-        return {name: _masked(part, is_secret or bool(_SECRET_NAME.search(name))) for name, part in value.items()}
+        return {
+            name: _masked(part, is_secret or bool(_SECRET_NAME.search(name)))
+            for name, part in value.items()
+        }
     if isinstance(value, list):
-        options = [str(item).startswith("--") and bool(_SECRET_NAME.search(str(item))) for item in ["", *value]]
-        return [_masked(item, is_secret or option) for item, option in zip(value, options, strict=False)]
+        options = [
+            str(item).startswith("--") and bool(_SECRET_NAME.search(str(item)))
+            for item in ["", *value]
+        ]
+        return [
+            _masked(item, is_secret or option) for item, option in zip(value, options, strict=False)
+        ]
     if not isinstance(value, str):
         return value
     if is_secret:

@@ -1,1 +1,3 @@
-"""Do quantized rollouts pay off? Measures costs on this machine and predicts the time of a training step."""
+"""Do quantized rollouts pay off? Measures costs on this machine and predicts the time of a training
+step.
+"""

@@ -1,8 +1,9 @@
-"""Measure the parts of a step with random weights: rollouts and syncs in one format, or learning from a rollout.
+"""Measure the parts of a step with random weights: rollouts and syncs in one format, or learning
+from a rollout.
 
-No weights are loaded: the cost of a step does not depend on their values. Passes match TRL's trainer: 32-bit weights
-with 16-bit autocast on a GPU (and on a CPU with instructions for it), and TRL's output head, which scores only the
-completions and never materializes all logits.
+No weights are loaded: the cost of a step does not depend on their values. Passes match TRL's
+trainer: 32-bit weights with 16-bit autocast on a GPU (and on a CPU with instructions for it), and
+TRL's output head, which scores only the completions and never materializes all logits.
 """
 
 from __future__ import annotations
@@ -16,7 +17,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trl_qurl.lab.bench.prediction import EngineCosts, Timing, TrainingCosts
-from trl_qurl.lab.bench.workload import BUDGET, ENGINE_SHARE, REPEATS, SHORT, WHOLE_SHARE, Job, Workload
+from trl_qurl.lab.bench.workload import (
+    BUDGET,
+    ENGINE_SHARE,
+    REPEATS,
+    SHORT,
+    WHOLE_SHARE,
+    Job,
+    Workload,
+)
 from trl_qurl.lab.device import cpu_settings, full_precision
 
 if TYPE_CHECKING:
@@ -32,7 +41,9 @@ def half_precision() -> torch.dtype:
 
 
 def build_policy(config_dir: str, device: torch.device, lora_rank: int = 0) -> Any:
-    """Build the model with random float32 weights, as in a trainer, and a new adapter if `lora_rank` > 0."""
+    """Build the model with random float32 weights, as in a trainer, and a new adapter if
+    `lora_rank` > 0.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(config_dir)
@@ -42,7 +53,9 @@ def build_policy(config_dir: str, device: torch.device, lora_rank: int = 0) -> A
     if lora_rank:
         from peft import LoraConfig, get_peft_model
 
-        return get_peft_model(policy, LoraConfig(r=lora_rank, target_modules="all-linear", task_type="CAUSAL_LM"))
+        return get_peft_model(
+            policy, LoraConfig(r=lora_rank, target_modules="all-linear", task_type="CAUSAL_LM")
+        )
     return policy
 
 
@@ -56,7 +69,9 @@ def seconds(device: torch.device) -> float:
 def measure_engine(job: Job) -> EngineCosts:
     """Measure the costs of the job's format."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    holding, rank = (device, job.workload.lora_rank) if job.holds_policy else (torch.device("meta"), 0)
+    holding, rank = (
+        (device, job.workload.lora_rank) if job.holds_policy else (torch.device("meta"), 0)
+    )
     policy = build_policy(job.config_dir, holding, rank)
     llm = start_engine(job, policy)
     generation = measure_generation(llm, job)
@@ -70,7 +85,11 @@ def start_engine(job: Job, policy: Any) -> LLM:
     from trl_qurl.quantization.plan import make_plan
     from trl_qurl.quantization.storage import write_config
     from trl_qurl.rollout.directory import CheckpointDirectory
-    from trl_qurl.rollout.engine.hardware import check_cpu_build, cpu_cache_arguments, kernel_environment
+    from trl_qurl.rollout.engine.hardware import (
+        check_cpu_build,
+        cpu_cache_arguments,
+        kernel_environment,
+    )
     from trl_qurl.rollout.wire import WORKER_EXTENSION
 
     policy = getattr(policy, "get_base_model", lambda: policy)()
@@ -100,14 +119,18 @@ def start_engine(job: Job, policy: Any) -> LLM:
 
 
 def measure_generation(llm: LLM, job: Job) -> list[Timing]:
-    """Time a whole batch with completions of one token, of a few, and as long as the budget allows."""
+    """Time a whole batch with completions of one token, of a few,
+    and as long as the budget allows.
+    """
     from vllm import SamplingParams
 
     workload, prompts = job.workload, make_prompts(job)
 
     def generate(tokens: int) -> float:
         llm.reset_prefix_cache()  # like every sync
-        params = SamplingParams(max_tokens=tokens, temperature=1.0, logprobs=0, ignore_eos=True, detokenize=False)
+        params = SamplingParams(
+            max_tokens=tokens, temperature=1.0, logprobs=0, ignore_eos=True, detokenize=False
+        )
         started = time.perf_counter()
         llm.generate(prompts, params, use_tqdm=False)
         return time.perf_counter() - started
@@ -131,11 +154,15 @@ def make_prompts(job: Job) -> list[dict[str, list[int]]]:
     generator = torch.Generator().manual_seed(0)
     shape = (workload.batch // workload.generations, workload.prompt_len)
     distinct = torch.randint(0, vocabulary, shape, generator=generator).tolist()
-    return [{"prompt_token_ids": tokens} for tokens in distinct for _ in range(workload.generations)]
+    return [
+        {"prompt_token_ids": tokens} for tokens in distinct for _ in range(workload.generations)
+    ]
 
 
 def measure_sync(llm: LLM, policy: Any, job: Job, device: torch.device) -> tuple[Timing, int]:
-    """Time quantizing and loading, as in a colocated trainer before each rollout; also return the bytes loaded."""
+    """Time quantizing and loading, as in a colocated trainer before each rollout; also return the
+    bytes loaded.
+    """
     from trl_qurl.quantization.merging import model_parameters
     from trl_qurl.quantization.plan import make_plan
     from trl_qurl.quantization.stream import WeightStream
@@ -145,7 +172,11 @@ def measure_sync(llm: LLM, policy: Any, job: Job, device: torch.device) -> tuple
     weights = WeightStream(policy, make_plan(policy, job.part, job.ignore))
     engine = ColocatedEngine(llm)
     is_peft = job.holds_policy and job.workload.lora_rank > 0
-    shapes = {} if job.holds_policy else {p.shape: torch.rand(p.shape, device=device) for p in policy.parameters()}
+    shapes = (
+        {}
+        if job.holds_policy
+        else {p.shape: torch.rand(p.shape, device=device) for p in policy.parameters()}
+    )
 
     def parameters() -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in model_parameters(policy, merges=is_peft):
@@ -208,7 +239,12 @@ def log_probabilities(policy: Any, rows: int, workload: Workload) -> torch.Tenso
     is_16_bit = policy.device.type == "cuda" or cpu_settings().get("bf16")
     autocast = torch.autocast(policy.device.type, half_precision()) if is_16_bit else nullcontext()
     with autocast:
-        outputs = policy(input_ids=tokens, attention_mask=torch.ones_like(tokens), labels=labels, fused_lm_head=True)
+        outputs = policy(
+            input_ids=tokens,
+            attention_mask=torch.ones_like(tokens),
+            labels=labels,
+            fused_lm_head=True,
+        )
     return outputs.log_probs[:, -workload.completion_len :]
 
 

@@ -1,4 +1,6 @@
-"""Measured costs, the step that they predict, and the verdict: a table, and one sentence per format."""
+"""Measured costs, the step that they predict, and the verdict: a table, and one sentence per
+format.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,8 @@ class Timing:
 class EngineCosts:
     """Costs of rollouts in one format."""
 
-    generation: list[Timing]  # a whole batch at three completion lengths, ascending; one token costs what prompts do
+    # a whole batch at three completion lengths, ascending; one token costs what prompts do
+    generation: list[Timing]
     sync: Timing  # quantizing all weights and loading them into the engine
     weight_bytes: int  # of the engine
 
@@ -60,14 +63,16 @@ class EngineCosts:
 
         $$T(L) = T(1) + (L - 1)\,(r + g\,L/2)$$
 
-        Where the rate $r$ and its growth with the context $g \ge 0$ come from the measured lengths. Between these
-        lengths the estimate interpolates; beyond them, the low bound keeps the rate of the longest one.
+        Where the rate $r$ and its growth with the context $g \ge 0$ come from the measured lengths.
+        Between these lengths the estimate interpolates; beyond them, the low bound keeps the rate
+        of the longest one.
         """
         first, short, longest = self.generation
         rate = per_token(first, longest)
         if tokens > longest.size:
             early, late = per_token(first, short), per_token(short, longest)
-            span = longest.size / 2  # between the midpoints of the two intervals over which the rates are averages
+            # between the midpoints of the two intervals over which the rates are averages
+            span = longest.size / 2
             growth = max(0.0, (late.middle - early.middle) / span)
             added = growth * (tokens - longest.size) / 2
             rate = Range(rate.low, rate.middle + added, rate.high + 2 * added)
@@ -95,7 +100,8 @@ class Step:
 
     sync: Range  # sending the weights to the engine
     generate: Range
-    score: Range  # the policy's log-probabilities at rollout time; skipped with one update per rollout
+    # the policy's log-probabilities at rollout time; skipped with one update per rollout
+    score: Range
     update: Range  # forward passes, backward passes and optimizer steps
 
     @property
@@ -109,9 +115,11 @@ class Comparison:
     """Gain of a format over 16-bit rollouts."""
 
     step: Step  # predicted, in this format
-    speedup: Range  # of the step, or of rollout and sync only, which is more, if the rest was not measured
+    # of the step, or of rollout and sync only, which is more, if the rest was not measured
+    speedup: Range
     rollout_speedup: float  # of generation alone
-    advice: str  # "yes", "no", or "unclear" if the range includes both or the rest of the step is unknown
+    # "yes", "no", or "unclear" if the range includes both or the rest of the step is unknown
+    advice: str
 
 
 @dataclass
@@ -120,17 +128,24 @@ class Bench:
 
     model: str  # name or directory from the command line
     workload: Workload  # the step to predict
-    measurements: dict[str, EngineCosts] = field(default_factory=dict)  # by format, `"none"` for 16 bits
+    # by format, `"none"` for 16 bits
+    measurements: dict[str, EngineCosts] = field(default_factory=dict)
     training: TrainingCosts | None = None  # the rest of a step, if measured
     baseline: Step | None = None  # predicted step with 16-bit rollouts, if those were measured
-    comparisons: dict[str, Comparison] = field(default_factory=dict)  # with the baseline, by quantized format
-    too_large: str | None = None  # why the rest of a step is not measured, if the policy does not fit
-    failures: dict[str, str] = field(default_factory=dict)  # why a measurement is missing, by format or `"training"`
+    # with the baseline, by quantized format
+    comparisons: dict[str, Comparison] = field(default_factory=dict)
+    # why the rest of a step is not measured, if the policy does not fit
+    too_large: str | None = None
+    # why a measurement is missing, by format or `"training"`
+    failures: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0  # total run time
 
     def conclude(self) -> None:
         """Predict the steps and compare them, as far as the measurements allow."""
-        steps = {name: predict_step(costs, self.training, self.workload) for name, costs in self.measurements.items()}
+        steps = {
+            name: predict_step(costs, self.training, self.workload)
+            for name, costs in self.measurements.items()
+        }
         self.baseline = before = steps.pop(BASELINE, None)
         if before is not None:
             whole = self.training is not None
@@ -138,7 +153,9 @@ class Bench:
 
 
 def predict_step(engine: EngineCosts, training: TrainingCosts | None, workload: Workload) -> Step:
-    """Predict a step: sync, rollout, a scoring pass if there are several updates, and the updates."""
+    """Predict a step: sync, rollout, a scoring pass if there are
+    several updates, and the updates.
+    """
     sync, generate = engine.sync.range, engine.generate(workload.completion_len)
     if training is None:
         return Step(sync, generate, NOTHING, NOTHING)
@@ -153,15 +170,19 @@ def predict_step(engine: EngineCosts, training: TrainingCosts | None, workload: 
 
 
 def compare(before: Step, after: Step, whole_step: bool) -> Comparison:
-    """Compare a step with 16-bit rollouts and one in another format; without `whole_step`, both end with the rollout.
+    """Compare a step with 16-bit rollouts and one in another format; without `whole_step`, both end
+    with the rollout.
 
-    Scoring and updates take the same time in both steps, so their spread does not widen the range of the speed-up.
-    Its bounds use the extremes of rollout and sync, and the medians of the rest.
+    Scoring and updates take the same time in both steps, so their spread does not widen the range
+    of the speed-up. Its bounds use the extremes of rollout and sync, and the medians of the rest.
     """
     rest = before.score.middle + before.update.middle
     slow, fast = before.sync + before.generate, after.sync + after.generate
-    pairs = zip(slow, reversed(fast), strict=True)  # the lowest speed-up: the fastest baseline, the slowest format
-    speedup = Range(*((numerator + rest) / (denominator + rest) for numerator, denominator in pairs))
+    # the lowest speed-up: the fastest baseline, the slowest format
+    pairs = zip(slow, reversed(fast), strict=True)
+    speedup = Range(
+        *((numerator + rest) / (denominator + rest) for numerator, denominator in pairs)
+    )
     advice = "unclear"
     if speedup.high < WORTHWHILE:
         advice = "no"
@@ -173,16 +194,24 @@ def compare(before: Step, after: Step, whole_step: bool) -> Comparison:
 def build_table(result: Bench) -> Table:
     """Build a table of the seconds per step by format, within 80 columns."""
     workload = result.workload
-    title = f"{result.model}: one step of {workload.batch} completions, {workload.completion_len} tokens each"
+    title = (
+        f"{result.model}: one step of {workload.batch} completions, {workload.completion_len} "
+        "tokens each"
+    )
     caption = (
-        "Seconds; extrapolated from shorter runs if a whole step would take too long. MB of the engine's weights."
+        "Seconds; extrapolated from shorter runs if a whole step would take too long. MB of the "
+        "engine's weights."
     )
     figures = ("tok/s", "sync", "rollout", "score", "update", "step", "speed-up", "MB")
     table = new_table(title, caption, ["format"], figures)
     for scheme, measurement in result.measurements.items():
         comparison = result.comparisons.get(scheme)
         step = predict_step(measurement, result.training, workload)
-        parts = [step.generate, step.score, step.update, step.total] if result.training else [step.generate]
+        parts = (
+            [step.generate, step.score, step.update, step.total]
+            if result.training
+            else [step.generate]
+        )
         table.add_row(
             label(scheme),
             f"{workload.batch * workload.completion_len / step.generate.middle:.0f}",
@@ -202,12 +231,16 @@ def sentences(result: Bench) -> list[str]:
         step = result.baseline
         share = (step.generate.middle + step.sync.middle) / step.total.middle
         lines.append(
-            f"Rollouts and their syncs take {share:.0%} of a 16-bit step. If they were free, a step would be "
-            f"{1 / (1 - share):.1f} times as fast; no format can do better."
+            f"Rollouts and their syncs take {share:.0%} of a 16-bit step. If they were free, a "
+            f"step would be {1 / (1 - share):.1f} times as fast; no format can do better."
         )
     for scheme, comparison in result.comparisons.items():
-        lines.append(f"{label(scheme)}: {advice(comparison, whole_step=result.training is not None)}")
-    lines += [f"{label(part)}: not measured. {failure}" for part, failure in result.failures.items()]
+        lines.append(
+            f"{label(scheme)}: {advice(comparison, whole_step=result.training is not None)}"
+        )
+    lines += [
+        f"{label(part)}: not measured. {failure}" for part, failure in result.failures.items()
+    ]
     lines += [result.too_large] if result.too_large else []
     return lines
 
@@ -221,12 +254,15 @@ def advice(comparison: Comparison, whole_step: bool) -> str:
         return f"Not worth it for speed: {measured} {gain} times as fast {rollout}."
     if not whole_step:
         return (
-            f"Rollout and sync are {gain} times as fast {rollout}. A step gains less, the more time scoring and "
-            "updates take."
+            f"Rollout and sync are {gain} times as fast {rollout}. A step gains less, the more "
+            "time scoring and updates take."
         )
     if comparison.advice == "yes":
         return f"Worth it: a step is {gain} times as fast {rollout}."
-    return f"Unclear: a step is {gain} times as fast {rollout}, and it takes {WORTHWHILE:.2f} to be worth it."
+    return (
+        f"Unclear: a step is {gain} times as fast {rollout}, and it takes {WORTHWHILE:.2f} to be "
+        "worth it."
+    )
 
 
 def with_range(value: Range) -> str:

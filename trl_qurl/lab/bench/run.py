@@ -1,4 +1,5 @@
-"""`trl-qurl bench`: measure each format and the rest of a step in separate processes, compare, and advise.
+"""`trl-qurl bench`: measure each format and the rest of a step in separate processes, compare, and
+advise.
 
 Heavy imports wait until the command runs.
 """
@@ -16,8 +17,22 @@ from typing import TYPE_CHECKING, Any
 
 from trl_qurl.cli.options import check_model
 from trl_qurl.lab.bench.prediction import Bench, build_table, sentences
-from trl_qurl.lab.bench.workload import ENGINE_SHARE, TRAINING, Job, Workload, find_device, why_too_large
-from trl_qurl.lab.comparison import BASELINE, add_options, candidates, check_output, fitting_formats, write_json
+from trl_qurl.lab.bench.workload import (
+    ENGINE_SHARE,
+    TRAINING,
+    Job,
+    Workload,
+    find_device,
+    why_too_large,
+)
+from trl_qurl.lab.comparison import (
+    BASELINE,
+    add_options,
+    candidates,
+    check_output,
+    fitting_formats,
+    write_json,
+)
 from trl_qurl.lab.packages import require
 from trl_qurl.lab.processes import call_in_child
 from trl_qurl.rollout.wire import COMPILING
@@ -32,7 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="Hub name or directory with a config.json")
     for option in fields(Workload):
         help = f"{option.metadata['help']} (default: %(default)s)"
-        parser.add_argument(f"--{option.name.replace('_', '-')}", type=int, default=option.default, help=help)
+        parser.add_argument(
+            f"--{option.name.replace('_', '-')}", type=int, default=option.default, help=help
+        )
     add_options(parser, Path("bench.json"))
 
 
@@ -44,7 +61,15 @@ def run(args: argparse.Namespace) -> int:
     check_model(args.model)
     check_output(args.output)
     console = Console()
-    result = bench(args.model, workload, args.scheme, args.ignore, args.engine_kwargs, console.print, args.output)
+    result = bench(
+        args.model,
+        workload,
+        args.scheme,
+        args.ignore,
+        args.engine_kwargs,
+        console.print,
+        args.output,
+    )
     console.print(build_table(result))
     for line in sentences(result):
         console.print(line)
@@ -66,7 +91,8 @@ def bench(
     Args:
         model: Hub name or directory with a `config.json`. No weights are needed.
         workload: The step to predict.
-        schemes: Formats, as `--scheme` lists them; by default all that this machine and the model support.
+        schemes: Formats, as `--scheme` lists them; by default all that this machine and the model
+            support.
         ignore: Modules to keep in full precision.
         engine_kwargs: Extra arguments for `vllm.LLM`.
         say: Called with each progress message.
@@ -86,16 +112,32 @@ def bench(
         empty = save_config(model, workload, directory)
         parts: dict[str, Any] = {BASELINE: BASELINE, **fitting_formats(empty, schemes, ignore, say)}
         share = engine_kwargs.get("gpu_memory_utilization", ENGINE_SHARE)
-        result = Bench(model, workload, too_large=why_too_large(empty, workload.lora_rank, find_device(), share))
+        result = Bench(
+            model,
+            workload,
+            too_large=why_too_large(empty, workload.lora_rank, find_device(), share),
+        )
         if result.too_large is None:
             parts[TRAINING] = TRAINING
         else:
             say(result.too_large)
-        job = Job(BASELINE, directory, workload, tuple(ignore), result.too_large is None, dict(engine_kwargs))
+        job = Job(
+            BASELINE,
+            directory,
+            workload,
+            tuple(ignore),
+            result.too_large is None,
+            dict(engine_kwargs),
+        )
         for number, (part, formats) in enumerate(parts.items(), 1):
             job = replace(job, part=formats)
-            is_eager = part == TRAINING or engine_kwargs.get("enforce_eager", not find_device().is_gpu)
-            say(f"Measuring {job.description} ({number} of {len(parts)}){COMPILING * (not is_eager)}")
+            is_eager = part == TRAINING or engine_kwargs.get(
+                "enforce_eager", not find_device().is_gpu
+            )
+            say(
+                f"Measuring {job.description} ({number} of "
+                f"{len(parts)}){COMPILING * (not is_eager)}"
+            )
             try:
                 costs = run_job(job)
             except ChildProcessError as error:
@@ -137,8 +179,9 @@ def save_config(model: str, workload: Workload, directory: str) -> PreTrainedMod
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
     if context is not None and workload.length > context:
         raise ValueError(
-            f"Prompts of {workload.prompt_len} and completions of {workload.completion_len} tokens do not fit into "
-            f"the model's context of {context}: shorten --prompt-len or --completion-len."
+            f"Prompts of {workload.prompt_len} and completions of {workload.completion_len} tokens "
+            f"do not fit into the model's context of {context}: shorten --prompt-len or "
+            "--completion-len."
         )
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(config)
@@ -155,7 +198,7 @@ def run_job(job: Job) -> Any:
     from trl_qurl.lab.bench.measure import measure_engine, measure_training
 
     failure = (
-        f"Measuring {job.description} failed; the last output lines are above. If it ran out of memory, lower --batch "
-        "or --completion-len."
+        f"Measuring {job.description} failed; the last output lines are above. If it ran out of "
+        "memory, lower --batch or --completion-len."
     )
     return call_in_child(measure_training if job.part == TRAINING else measure_engine, job, failure)

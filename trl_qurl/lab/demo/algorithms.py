@@ -1,7 +1,7 @@
 """The demo's trainers and their settings.
 
-Each makes four updates of 64 completions from a rollout of 256. GRPO uses the settings of a study in which the
-expected accuracy rose from .47 to .84 in 120 rollouts.
+Each makes four updates of 64 completions from a rollout of 256. GRPO uses the settings of a study
+in which the expected accuracy rose from .47 to .84 in 120 rollouts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ ALGORITHMS = ("grpo", "ppo", "rloo")
 UPDATES_PER_ROLLOUT = 4
 
 
-def shared_settings(scheme: str | None, output_dir: Path, rollouts: int, seed: int) -> dict[str, Any]:
+def shared_settings(
+    scheme: str | None, output_dir: Path, rollouts: int, seed: int
+) -> dict[str, Any]:
     """Return the settings of both demos, with four updates per rollout so clipping matters."""
     return {
         "output_dir": str(output_dir),
@@ -32,7 +34,8 @@ def shared_settings(scheme: str | None, output_dir: Path, rollouts: int, seed: i
         "steps_per_generation": UPDATES_PER_ROLLOUT,
         "max_steps": rollouts * UPDATES_PER_ROLLOUT,
         "logging_steps": UPDATES_PER_ROLLOUT,
-        "sync_check_interval": 0,  # vLLM's INT8 kernel for CPUs with AMX rounds more than the probe tolerates
+        # vLLM's INT8 kernel for CPUs with AMX rounds more than the probe tolerates
+        "sync_check_interval": 0,
         "gradient_checkpointing": False,  # it only slows down small policies
         "vllm_mode": "colocate",
         "seed": seed,
@@ -45,7 +48,9 @@ def shared_settings(scheme: str | None, output_dir: Path, rollouts: int, seed: i
 def build_config(
     algorithm: str, scheme: str | None, output_dir: Path, rollouts: int, seed: int, **changed: Any
 ) -> Config:
-    """Build the settings for reinforcement learning. `changed` overrides settings by name, for studies."""
+    """Build the settings for reinforcement learning. `changed` overrides settings by name, for
+    studies.
+    """
     import torch
 
     import trl_qurl
@@ -68,8 +73,12 @@ def build_config(
     return getattr(trl_qurl, f"QuRL{algorithm.upper()}Config")(**{**settings, **changed})
 
 
-def build_trainer(policy_dir: Path, config: Config, peft_config: PeftConfig | None = None) -> Trainer:
-    """Build the trainer that matches the config, with its engine started, on problems outside the held-out split."""
+def build_trainer(
+    policy_dir: Path, config: Config, peft_config: PeftConfig | None = None
+) -> Trainer:
+    """Build the trainer that matches the config, with its engine started, on problems outside the
+    held-out split.
+    """
     from transformers import PrinterCallback
 
     import trl_qurl
@@ -78,7 +87,11 @@ def build_trainer(policy_dir: Path, config: Config, peft_config: PeftConfig | No
     problems = build_dataset(sample_problems(8192, seed=config.seed + 1), build_tokenizer())
     cls = getattr(trl_qurl, type(config).__name__.replace("Config", "Trainer"))
     trainer = cls(
-        model=str(policy_dir), reward_funcs=exact_match, args=config, train_dataset=problems, peft_config=peft_config
+        model=str(policy_dir),
+        reward_funcs=exact_match,
+        args=config,
+        train_dataset=problems,
+        peft_config=peft_config,
     )
     trainer.remove_callback(PrinterCallback)  # the recorder shows the few metrics that matter here
     return trainer

@@ -1,4 +1,6 @@
-"""The demo on the user's chat model: GRPO on one-digit arithmetic, with answers before and after."""
+"""The demo on the user's chat model: GRPO on one-digit
+arithmetic, with answers before and after.
+"""
 
 from __future__ import annotations
 
@@ -51,13 +53,18 @@ def is_right(text: str, answer: int) -> bool:
 
 def right_number(completions: list[Any], answer: list[int], **kwargs: Any) -> list[float]:
     """Reward function: 1 if the last number is correct, else 0."""
-    return [float(is_right(turns[0]["content"], right)) for turns, right in zip(completions, answer, strict=True)]
+    return [
+        float(is_right(turns[0]["content"], right))
+        for turns, right in zip(completions, answer, strict=True)
+    ]
 
 
 def build_chat_config(
     scheme: str | None, output_dir: Path, rollouts: int, seed: int, **changed: Any
 ) -> QuRLGRPOConfig:
-    """Build the settings: four updates per rollout of 32 completions. `changed` overrides settings for studies."""
+    """Build the settings: four updates per rollout of 32 completions. `changed` overrides settings
+    for studies.
+    """
     from trl_qurl import QuRLGRPOConfig
     from trl_qurl.lab.device import cpu_settings
 
@@ -82,7 +89,9 @@ def build_chat_trainer(model: str, config: QuRLGRPOConfig) -> QuRLGRPOTrainer:
     from trl_qurl import QuRLGRPOTrainer
 
     training = questions(held_out=False)
-    data = Dataset.from_dict({"prompt": list(map(conversation, training)), "answer": [q.answer for q in training]})
+    data = Dataset.from_dict(
+        {"prompt": list(map(conversation, training)), "answer": [q.answer for q in training]}
+    )
     return QuRLGRPOTrainer(model=model, reward_funcs=right_number, args=config, train_dataset=data)
 
 
@@ -92,18 +101,25 @@ def answer_greedily(trainer: QuRLGRPOTrainer) -> list[str]:
     from trl_qurl.lab.evaluation.tasks import encode_prompt
 
     tokenizer, generation = trainer.processing_class, trainer.vllm_generation
-    prompts = [encode_prompt(tokenizer, conversation(question)) for question in questions(held_out=True)]
+    prompts = [
+        encode_prompt(tokenizer, conversation(question)) for question in questions(held_out=True)
+    ]
     generation.sync_weights()
     return tokenizer.batch_decode(complete_greedily(generation, prompts), skip_special_tokens=True)
 
 
 def accuracy(texts: list[str]) -> float:
     """Return the share of right answers to the held-out questions."""
-    right = [is_right(text, question.answer) for text, question in zip(texts, questions(held_out=True), strict=True)]
+    right = [
+        is_right(text, question.answer)
+        for text, question in zip(texts, questions(held_out=True), strict=True)
+    ]
     return sum(right) / len(right)
 
 
-def run_chat_demo(model: str, scheme: str | None, output_dir: Path, rollouts: int, seed: int) -> str | None:
+def run_chat_demo(
+    model: str, scheme: str | None, output_dir: Path, rollouts: int, seed: int
+) -> str | None:
     """Train, print answers from before and after, and write `run.jsonl` to `output_dir`.
 
     The arguments are the options of `trl-qurl demo`. Returns why the demo failed, or `None`.
@@ -117,10 +133,13 @@ def run_chat_demo(model: str, scheme: str | None, output_dir: Path, rollouts: in
     from trl_qurl.lab.runs import read_run
     from trl_qurl.trainers.run_log import RUN_LOG, append_row
 
-    transformers_logging.set_verbosity_error()  # advice about the tokenizer, which the user did not choose
+    # advice about the tokenizer, which the user did not choose
+    transformers_logging.set_verbosity_error()
     console = Console()
     config = build_chat_config(scheme, output_dir, rollouts, seed)
-    console.print(f"Loading {model} and starting vLLM with {scheme.upper() if scheme else 'BF16'} rollouts")
+    console.print(
+        f"Loading {model} and starting vLLM with {scheme.upper() if scheme else 'BF16'} rollouts"
+    )
     trainer = build_chat_trainer(model, config)
     before = answer_greedily(trainer)
     started = time.perf_counter()
@@ -131,12 +150,15 @@ def run_chat_demo(model: str, scheme: str | None, output_dir: Path, rollouts: in
     print_answers(before, after, console)
     first, last = accuracy(before), accuracy(after)
     for step, share in ((0, first), (config.max_steps, last)):  # for the picture
-        append_row(output_dir / RUN_LOG, {"step": step, "held_out_accuracy": share, "held_out_answers": len(after)})
+        append_row(
+            output_dir / RUN_LOG,
+            {"step": step, "held_out_accuracy": share, "held_out_answers": len(after)},
+        )
     kl = [value for _, value in read_run(output_dir).series("mismatch/kl_k3")]
     console.print(
-        f"Greedy answers to 32 held-out questions: {first:.2f} before, {last:.2f} after {rollouts} rollouts in "
-        f"{minutes:.1f} minutes.\nKL between engine and policy: {kl[0]:.2g} nats per token at the start, "
-        f"{kl[-1]:.2g} at the end."
+        f"Greedy answers to 32 held-out questions: {first:.2f} before, {last:.2f} after {rollouts} "
+        f"rollouts in {minutes:.1f} minutes.\nKL between engine and policy: {kl[0]:.2g} nats per "
+        f"token at the start, {kl[-1]:.2g} at the end."
     )
     return None if last > first else f"accuracy went from {first:.2f} to {last:.2f}."
 
@@ -146,5 +168,7 @@ def print_answers(before: list[str], after: list[str], console: Console, count: 
     table = new_table("", "", ("question", "before", "after"), ())
     held_out = questions(held_out=True)
     for index in range(0, len(held_out), len(held_out) // count):
-        table.add_row(held_out[index].text, *(" ".join(answers[index].split()) for answers in (before, after)))
+        table.add_row(
+            held_out[index].text, *(" ".join(answers[index].split()) for answers in (before, after))
+        )
     console.print(table)

@@ -24,12 +24,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: train a tiny model from scratch on three-digit addition)",
     )
     formats = [*SCHEMES, UNQUANTIZED]
-    parser.add_argument("--scheme", choices=formats, default="int8", help="rollout format (default: %(default)s)")
-    parser.add_argument("--algorithm", choices=ALGORITHMS, default="grpo", help="ppo has a critic instead of groups")
-    parser.add_argument("--output-dir", type=Path, default=Path("demo-output"), help="directory for plot and log")
-    parser.add_argument("--rollouts", type=int, help="number of rollouts (default: 120; 20 with --model)")
-    parser.add_argument("--required-share", type=float, default=0.4, help="fail if fewer of the errors are corrected")
-    parser.add_argument("--seed", type=int, default=0, help="of data, weights and sampling (default: %(default)s)")
+    parser.add_argument(
+        "--scheme", choices=formats, default="int8", help="rollout format (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--algorithm", choices=ALGORITHMS, default="grpo", help="ppo has a critic instead of groups"
+    )
+    parser.add_argument(
+        "--output-dir", type=Path, default=Path("demo-output"), help="directory for plot and log"
+    )
+    parser.add_argument(
+        "--rollouts", type=int, help="number of rollouts (default: 120; 20 with --model)"
+    )
+    parser.add_argument(
+        "--required-share",
+        type=float,
+        default=0.4,
+        help="fail if fewer of the errors are corrected",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of data, weights and sampling (default: %(default)s)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -43,7 +58,9 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--rollouts is {rollouts}: give at least 1.")
     if args.model is not None:
         if args.algorithm != "grpo":
-            raise ValueError(f"--algorithm {args.algorithm} does not work with --model: use --algorithm grpo.")
+            raise ValueError(
+                f"--algorithm {args.algorithm} does not work with --model: use --algorithm grpo."
+            )
         check_model(args.model)
     for name, value in ENVIRONMENT.items():  # vLLM reads these once, at import
         os.environ.setdefault(name, value)
@@ -61,11 +78,16 @@ def run(args: argparse.Namespace) -> int:
 
         shortfall = run_chat_demo(args.model, scheme, args.output_dir, rollouts, args.seed)
     else:
-        shortfall = run_demo(scheme, args.output_dir, rollouts, args.required_share, args.seed, args.algorithm)
+        shortfall = run_demo(
+            scheme, args.output_dir, rollouts, args.required_share, args.seed, args.algorithm
+        )
     draw_report(label_runs([read_run(args.output_dir)]), args.output_dir / "demo.png")
     print(f"Log: {args.output_dir / RUN_LOG}\nFigure: {args.output_dir / 'demo.png'}")
     own = f"grpo --model {args.model} --dataset FILE  # your questions"
-    print(f"Next: trl-qurl {own if args.model else 'demo --model HuggingFaceTB/SmolLM2-135M-Instruct'}")
+    print(
+        "Next: trl-qurl "
+        f"{own if args.model else 'demo --model HuggingFaceTB/SmolLM2-135M-Instruct'}"
+    )
     if shortfall is not None:
         print(f"trl-qurl: the demo failed: {shortfall}", file=sys.stderr)
     return int(shortfall is not None)

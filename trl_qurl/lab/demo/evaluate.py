@@ -1,8 +1,9 @@
 """Exact accuracy of the policy, without sampling noise, and greedy accuracy of the actor.
 
-All answers have the same length, so one teacher-forced pass gives both the probability of sampling an answer and
-whether greedy decoding finds it: greedy decoding is correct if and only if every answer token is the most likely one.
-`B` problems, `P` prompt tokens, `A` answer tokens, `V` vocabulary.
+All answers have the same length, so one teacher-forced pass gives both the probability of sampling
+an answer and whether greedy decoding finds it: greedy decoding is correct if and only if every
+answer token is the most likely one. `B` problems, `P` prompt tokens, `A` answer tokens, `V`
+vocabulary.
 """
 
 from __future__ import annotations
@@ -26,19 +27,25 @@ class Accuracy(NamedTuple):
 
 
 def score_answers(answer_logits: Tensor, answer_ids: Tensor) -> Accuracy:
-    r"""Compute the accuracy of teacher-forced answers (B, A) from the logits (B, A, V) that predict them.
+    r"""Compute the accuracy of teacher-forced answers (B, A) from the logits (B, A, V) that predict
+    them.
 
     The expected accuracy is
 
     $$\frac{1}{B} \sum_b \exp \sum_a \log \pi(y_{b,a} \mid x_b, y_{b,<a})$$
     """
-    logps = answer_logits.float().log_softmax(-1).gather(-1, answer_ids.unsqueeze(-1)).squeeze(-1)  # (B, A)
+    # (B, A)
+    logps = answer_logits.float().log_softmax(-1).gather(-1, answer_ids.unsqueeze(-1)).squeeze(-1)
     correct = (answer_logits.argmax(-1) == answer_ids).all(-1)  # (B,)
-    return Accuracy(expected=logps.sum(-1).exp().mean().item(), greedy=correct.float().mean().item())
+    return Accuracy(
+        expected=logps.sum(-1).exp().mean().item(), greedy=correct.float().mean().item()
+    )
 
 
 def measure_policy(model: PreTrainedModel, problem_ids: Tensor) -> Accuracy:
-    """Measure the full-precision policy on encoded problems (B, P + A); restores the model's train/eval mode."""
+    """Measure the full-precision policy on encoded problems (B, P + A); restores the model's
+    train/eval mode.
+    """
     import torch
 
     ids = problem_ids.to(model.device)
@@ -54,7 +61,12 @@ def measure_actor(generation: QuantizedVLLMGeneration, problem_ids: Tensor) -> f
     """Sync the weights and measure the greedy accuracy of the rollout actor in the engine."""
     from trl_qurl.lab.evaluation.callback import complete_greedily
 
-    prompts, answers = problem_ids[:, :PROMPT_TOKENS].tolist(), problem_ids[:, PROMPT_TOKENS:].tolist()
+    prompts, answers = (
+        problem_ids[:, :PROMPT_TOKENS].tolist(),
+        problem_ids[:, PROMPT_TOKENS:].tolist(),
+    )
     generation.sync_weights()
     completions = complete_greedily(generation, prompts)
-    return sum(tokens == answer for tokens, answer in zip(completions, answers, strict=True)) / len(answers)
+    return sum(tokens == answer for tokens, answer in zip(completions, answers, strict=True)) / len(
+        answers
+    )

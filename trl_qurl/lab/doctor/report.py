@@ -62,7 +62,9 @@ def as_text(line: Line) -> str:
     width = min(WIDEST, shutil.get_terminal_size((WIDEST, 24)).columns)
     start = f"{line.status:<8}{line.name:<{NAME_WIDTH}}"
     indent = " " * len(start)
-    wrapper = textwrap.TextWrapper(width, start, indent, break_on_hyphens=False, break_long_words=False)
+    wrapper = textwrap.TextWrapper(
+        width, start, indent, break_on_hyphens=False, break_long_words=False
+    )
     wrapped = wrapper.wrap(line.text)
     if line.advice:
         # An arrow on a new line, because the reader has to act on it.
@@ -72,7 +74,9 @@ def as_text(line: Line) -> str:
 
 
 def as_json(lines: list[Line]) -> str:
-    """Format all lines with their data for a public post: without secrets, home directories, user and host names."""
+    """Format all lines with their data for a public post: without secrets, home directories, user
+    and host names.
+    """
     works = all(line.status is not Status.FAILED for line in lines)
     content = {"trl_qurl": __version__, "works": works, "lines": [asdict(line) for line in lines]}
     return json.dumps(_redact(content), indent=2)

@@ -1,1 +1,3 @@
-"""Evaluate models on questions with checkable answers: generation with vLLM, grading with math-verify, intervals."""
+"""Evaluate models on questions with checkable answers: generation with vLLM, grading with
+math-verify, intervals.
+"""

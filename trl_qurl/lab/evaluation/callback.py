@@ -1,6 +1,7 @@
 """Benchmarks during training, answered greedily by the engine, graded, and logged as `eval_*`.
 
-The evaluation of TRL's trainers samples at the training temperature, one small batch after the other.
+The evaluation of TRL's trainers samples at the training temperature, one small batch after the
+other.
 """
 
 from __future__ import annotations
@@ -24,14 +25,18 @@ ENDS = ("stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos")
 
 
 class TaskEvaluationCallback(TrainerAwareCallback):
-    """Callback that runs benchmarks before the first optimizer step and every N steps; pass it in `callbacks=[...]`.
+    """Callback that runs benchmarks before the first optimizer step and every N steps; pass it in
+    `callbacks=[...]`.
 
-    The actor answers: the quantized copy of the policy in the engine. Logs `eval_<task>/actor_avg@1`, `..._tokens`
-    (mean length) and `..._finished` (share of answers that ended before the token limit), and `eval_<task>/seconds`.
+    The actor answers: the quantized copy of the policy in the engine. Logs
+    `eval_<task>/actor_avg@1`, `..._tokens` (mean length) and `..._finished` (share of answers that
+    ended before the token limit), and `eval_<task>/seconds`.
 
     Args:
-        tasks: Benchmarks as for `trl-qurl eval`: `gsm8k`, `math500`, ..., a local file, `name=source`.
-        every: Optimizer steps between evaluations. Multiples of the updates per rollout avoid an extra sync.
+        tasks: Benchmarks as for `trl-qurl eval`: `gsm8k`, `math500`, ..., a local file,
+            `name=source`.
+        every: Optimizer steps between evaluations. Multiples of the updates per rollout avoid an
+            extra sync.
         limit: Use only the first N questions of each benchmark.
 
     Raises:
@@ -39,24 +44,33 @@ class TaskEvaluationCallback(TrainerAwareCallback):
         FileNotFoundError: If a file does not exist.
     """
 
-    def __init__(self, tasks: str | Sequence[str], every: int = 100, limit: int | None = None) -> None:
+    def __init__(
+        self, tasks: str | Sequence[str], every: int = 100, limit: int | None = None
+    ) -> None:
         if every < 1:
-            raise ValueError(f"every is {every}: give a positive number of optimizer steps between evaluations.")
+            raise ValueError(
+                f"every is {every}: give a positive number of optimizer steps between evaluations."
+            )
         self._tasks = load_tasks([tasks] if isinstance(tasks, str) else list(tasks), limit)
         self._every = every
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Evaluate the initial policy, unless training resumes."""
         trainer = self.trainer
         if state.global_step == 0:
             self._evaluate(trainer)
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Evaluate every N steps."""
         if state.global_step % self._every == 0:
             should_log = control.should_log
             self._evaluate(self.trainer)
-            control.should_log = should_log  # logging our row cleared it, but this step's row is still due
+            # logging our row cleared it, but this step's row is still due
+            control.should_log = should_log
 
     def _evaluate(self, trainer: Any) -> None:
         for task in self._tasks:
@@ -68,7 +82,9 @@ class TaskEvaluationCallback(TrainerAwareCallback):
 
 
 def evaluate_task(trainer: Any, task: Task) -> dict[str, float]:
-    """Answer all questions of a task, split across processes, and compute metrics; every process must call this."""
+    """Answer all questions of a task, split across processes, and compute metrics; every process
+    must call this.
+    """
     accelerator = trainer.accelerator
     share = -(-len(task.prompts) // accelerator.num_processes)
     first = accelerator.process_index * share
@@ -80,27 +96,38 @@ def evaluate_task(trainer: Any, task: Task) -> dict[str, float]:
     # As in the trainer's `_tokenize_prompts`; RLOO has neither tools nor a template of its own.
     template = {name: getattr(trainer, name, None) or None for name in ("chat_template", "tools")}
     template |= trainer.chat_template_kwargs
-    prompts = [encode_prompt(trainer._tokenizer, task.prompts[index], **template) for index in indices]
+    prompts = [
+        encode_prompt(trainer._tokenizer, task.prompts[index], **template) for index in indices
+    ]
     completions = complete_greedily(trainer.vllm_generation, prompts)
     texts = trainer.processing_class.batch_decode(completions, skip_special_tokens=True)
     rows = [
         (correct, len(tokens), bool(tokens) and tokens[-1] in trainer.eos_token_ids)
-        for correct, tokens in zip(are_correct(texts, [task.solutions[i] for i in indices]), completions, strict=True)
+        for correct, tokens in zip(
+            are_correct(texts, [task.solutions[i] for i in indices]), completions, strict=True
+        )
     ]
     rows = gather_object(rows)[: len(task.prompts)]
     return {
         f"eval_{task.name}/actor_{metric}": sum(column) / len(rows)
-        for metric, column in zip(("avg@1", "tokens", "finished"), zip(*rows, strict=True), strict=True)
+        for metric, column in zip(
+            ("avg@1", "tokens", "finished"), zip(*rows, strict=True), strict=True
+        )
     }
 
 
-def complete_greedily(generation: QuantizedVLLMGeneration, prompts: list[list[int]]) -> list[list[int]]:
+def complete_greedily(
+    generation: QuantizedVLLMGeneration, prompts: list[list[int]]
+) -> list[list[int]]:
     """Generate one greedy completion per prompt with the engine's current weights.
 
-    Training's other sampling options are left out, in `generation_kwargs` all but those that end a completion.
+    Training's other sampling options are left out, in `generation_kwargs` all but those that end a
+    completion.
     """
     own = generation.__dict__
-    ends = {name: value for name, value in (own.get("generation_kwargs") or {}).items() if name in ENDS}
+    ends = {
+        name: value for name, value in (own.get("generation_kwargs") or {}).items() if name in ENDS
+    }
     greedy = {
         "temperature": 0.0,
         "repetition_penalty": 1.0,
@@ -113,5 +140,6 @@ def complete_greedily(generation: QuantizedVLLMGeneration, prompts: list[list[in
         completions = generation.generate(prompts=prompts, images=None, num_generations=1)[1]
     finally:
         own.update(previous)
-        generation.pop_cost()  # otherwise the next rollout's row would include these seconds and tokens
+        # otherwise the next rollout's row would include these seconds and tokens
+        generation.pop_cost()
     return [list(completion) for completion in completions]

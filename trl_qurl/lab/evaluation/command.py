@@ -1,7 +1,9 @@
-"""`trl-qurl eval`: answer benchmarks with one process per number format, and compare the formats question by question.
+"""`trl-qurl eval`: answer benchmarks with one process per number format, and compare the formats
+question by question.
 
-All files are in one directory: `eval.json` has the settings, `<format>.jsonl` the graded answers, and `results.json`
-the results. Running again with the same settings answers only in the formats that are not finished.
+All files are in one directory: `eval.json` has the settings, `<format>.jsonl` the graded answers,
+and `results.json` the results. Running again with the same settings answers only in the formats
+that are not finished.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from trl_qurl.lab.comparison import BASELINE, add_kwargs, add_schemes, read_sche
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `trl-qurl eval`."""
-    parser.epilog = "Run the same command again to continue: formats that are finished are not repeated."
+    parser.epilog = (
+        "Run the same command again to continue: formats that are finished are not repeated."
+    )
     parser.add_argument("model", metavar="MODEL", help="Hub name or local directory")
     parser.add_argument(
         "--tasks",
@@ -27,18 +31,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "owner/set[:config:split]; name=source",
     )
     add_schemes(parser, " (default: none)", default=BASELINE)
-    parser.add_argument("--samples", type=int, default=1, metavar="K", help="answers per question (default: 1)")
     parser.add_argument(
-        "--temperature", type=float, default=0.0, help="0 for greedy answers (default); the paper samples at 1 or 0.6"
+        "--samples", type=int, default=1, metavar="K", help="answers per question (default: 1)"
     )
-    parser.add_argument("--top-p", type=float, default=0.7, help="top-p for sampling (default: the paper's 0.7)")
-    parser.add_argument("--max-tokens", type=int, default=2048, help="longest completion (default: %(default)s)")
-    parser.add_argument("--limit", type=int, metavar="N", help="use only the first N questions of each task")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.0,
+        help="0 for greedy answers (default); the paper samples at 1 or 0.6",
+    )
+    parser.add_argument(
+        "--top-p", type=float, default=0.7, help="top-p for sampling (default: the paper's 0.7)"
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, default=2048, help="longest completion (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--limit", type=int, metavar="N", help="use only the first N questions of each task"
+    )
     parser.add_argument("--seed", type=int, default=0, help="for sampling (default: %(default)s)")
-    parser.add_argument("--output-dir", type=Path, help="where to save answers and results (default: eval-MODEL)")
+    parser.add_argument(
+        "--output-dir", type=Path, help="where to save answers and results (default: eval-MODEL)"
+    )
     add_ignore(parser)
     add_kwargs(parser)
-    add_kwargs(parser, "--chat-template-kwargs", 'as in training: for the chat template ({"enable_thinking": false})')
+    add_kwargs(
+        parser,
+        "--chat-template-kwargs",
+        'as in training: for the chat template ({"enable_thinking": false})',
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -61,7 +82,12 @@ def run(args: argparse.Namespace) -> int:
     formats = check_arguments(args)
     tasks = load_tasks(specs, args.limit)
     directory = resolve_model(args.model)
-    sampling = {"n": args.samples, "temperature": args.temperature, "top_p": args.top_p, "max_tokens": args.max_tokens}
+    sampling = {
+        "n": args.samples,
+        "temperature": args.temperature,
+        "top_p": args.top_p,
+        "max_tokens": args.max_tokens,
+    }
     settings = {
         "model": args.model,
         "model_digest": content_digest(Path(directory)),
@@ -73,15 +99,29 @@ def run(args: argparse.Namespace) -> int:
     output_dir = args.output_dir or Path(f"eval-{Path(args.model).name}")
     keep_settings(settings, output_dir)
     sixteen_bit, dtype = full_precision()
-    if "quantization_config" in json.loads(Path(directory, "config.json").read_text(encoding="utf-8")):
+    if "quantization_config" in json.loads(
+        Path(directory, "config.json").read_text(encoding="utf-8")
+    ):
         sixteen_bit = "as stored"
     answers, arguments = {}, {"dtype": dtype, **args.engine_kwargs}
     for name, form in formats.items():
         label, checkpoint = sixteen_bit, directory
         if form is not None:
-            label, checkpoint = name.upper(), str(starting_checkpoint(directory, form, args.ignore, arguments))
+            label, checkpoint = (
+                name.upper(),
+                str(starting_checkpoint(directory, form, args.ignore, arguments)),
+            )
         environment = kernel_environment(*schemes_of(form))
-        job = Job(label, checkpoint, tasks, sampling, args.seed, environment, arguments, args.chat_template_kwargs)
+        job = Job(
+            label,
+            checkpoint,
+            tasks,
+            sampling,
+            args.seed,
+            environment,
+            arguments,
+            args.chat_template_kwargs,
+        )
         # The name of a checkpoint has a digest of its formats by pattern.
         stem = name if isinstance(form, str | None) else Path(checkpoint).name
         answers[label] = answer_once(job, output_dir / f"{stem}.jsonl")
@@ -100,8 +140,8 @@ def check_arguments(args: argparse.Namespace) -> dict[str, Any]:
     formats = read_schemes(args.scheme)
     if args.samples > 1 and args.temperature == 0:
         raise ValueError(
-            f"--samples {args.samples} requires a --temperature above 0 (the paper: 1 or 0.6): greedy answers to the "
-            "same question are all the same."
+            f"--samples {args.samples} requires a --temperature above 0 (the paper: 1 or 0.6): "
+            "greedy answers to the same question are all the same."
         )
     require_vllm()
     require("Evaluating", "math_verify", "rich", extra="eval")
@@ -110,14 +150,17 @@ def check_arguments(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def keep_settings(settings: dict[str, Any], output_dir: Path) -> None:
-    """Save the settings; raise `ValueError` if the directory contains answers from different ones."""
+    """Save the settings; raise `ValueError` if the directory
+    contains answers from different ones.
+    """
     path = output_dir / "eval.json"
     if any(output_dir.glob("*.jsonl")) and path.exists():
         previous = json.loads(path.read_text(encoding="utf-8"))
         if changed := [name for name, value in settings.items() if previous.get(name) != value]:
             raise ValueError(
-                f"{output_dir} contains answers from an evaluation with different settings ({', '.join(changed)}): "
-                "use another --output-dir, or delete the directory to start over."
+                f"{output_dir} contains answers from an evaluation with different settings "
+                f"({', '.join(changed)}): use another --output-dir, or delete the directory to "
+                "start over."
             )
     output_dir.mkdir(parents=True, exist_ok=True)
     write_json(settings, path)

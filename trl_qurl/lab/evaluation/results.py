@@ -40,13 +40,18 @@ class Result:
 
 
 def summarize(answers: Mapping[str, Sequence[Answer]]) -> list[Result]:
-    """Compute the results of every task from the answers of each format; differences are from the first format."""
+    """Compute the results of every task from the answers of each format; differences are from the
+    first format.
+    """
     baseline = next(iter(answers.values()))
     results = []
     for task in dict.fromkeys(answer.task for answer in baseline):
         expected = _correct_by_question(baseline, task)
         for label, graded in answers.items():
-            correct, own = _correct_by_question(graded, task), [answer for answer in graded if answer.task == task]
+            correct, own = (
+                _correct_by_question(graded, task),
+                [answer for answer in graded if answer.task == task],
+            )
             results.append(
                 Result(
                     task,
@@ -90,5 +95,7 @@ def _correct_by_question(answers: Sequence[Answer], task: str) -> list[list[bool
 
 
 def _with_interval(estimate: Estimate, spec: str) -> str:
-    value, low, high = (format(100 * share, spec) for share in (estimate.value, estimate.low, estimate.high))
+    value, low, high = (
+        format(100 * share, spec) for share in (estimate.value, estimate.low, estimate.high)
+    )
     return f"{value} [{low}, {high}]"

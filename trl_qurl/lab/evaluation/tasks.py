@@ -20,7 +20,9 @@ SOURCES = {
     "minerva": "math-ai/minervamath",
     "olympiad": "math-ai/olympiadbench",
 }
-"""The paper's benchmarks (GSM8K, AIME24, and the five of DeepScaleR), as `owner/set:config:split`."""
+"""The paper's benchmarks (GSM8K, AIME24, and the five of
+DeepScaleR), as `owner/set:config:split`.
+"""
 
 ALLOWED = (
     f"choose one of {', '.join(SOURCES)}, or give a local {', '.join(SUFFIXES)} file, a Hub name "
@@ -39,28 +41,36 @@ class Task:
     @property
     def digest(self) -> str:
         """Hash of the questions and answers, which prevents reusing answers to other questions."""
-        return hashlib.blake2b(json.dumps([self.prompts, self.solutions]).encode(), digest_size=8).hexdigest()
+        return hashlib.blake2b(
+            json.dumps([self.prompts, self.solutions]).encode(), digest_size=8
+        ).hexdigest()
 
 
 def load_task(spec: str, limit: int | None = None, needs_answers: bool = True) -> Task:
-    """Load the first `limit` questions of a benchmark; without `needs_answers`, `solutions` are empty."""
+    """Load the first `limit` questions of a benchmark; without `needs_answers`, `solutions` are
+    empty.
+    """
     name, path, config, split = parse_task(spec)
     questions = load_questions(path, split, config, limit, needs_answers=needs_answers)
     return Task(name, questions["prompt"][:], questions["solution"][:])
 
 
 def parse_task(spec: str) -> tuple[str, str, str | None, str]:
-    """Return a benchmark's name, path, configuration and split; raise `ValueError` if `spec` is none.
+    """Return a benchmark's name, path, configuration and split; raise `ValueError` if `spec` is
+    none.
 
     `spec` is a name in `SOURCES`; a local `.json`, `.jsonl`, `.csv` or `.parquet` file; a Hub name
-    (`owner/set`, optionally `owner/set:config:split`); or `name=source` with any of these as the source.
+    (`owner/set`, optionally `owner/set:config:split`); or `name=source` with any of these as the
+    source.
     """
     name, separator, source = spec.partition("=")
     if not separator:
         name, source = spec.split(":")[0].split("/")[-1].split(".")[0], spec
     if not name or not source:
         raise ValueError(f"The task {spec!r} is not of the form name=source: {ALLOWED}.")
-    is_file = source.lower().removesuffix(".gz").endswith(SUFFIXES) or (":" not in source and is_local(source))
+    is_file = source.lower().removesuffix(".gz").endswith(SUFFIXES) or (
+        ":" not in source and is_local(source)
+    )
     if is_file and source not in SOURCES:
         return name, source, None, ""
     path, *parts = SOURCES.get(source, source).split(":")
@@ -75,7 +85,9 @@ def load_tasks(specs: list[str], limit: int | None = None) -> list[Task]:
     tasks = [load_task(spec, limit) for spec in specs]
     names = [task.name for task in tasks]
     if duplicates := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"Several tasks are named {', '.join(duplicates)}: rename them with name=source.")
+        raise ValueError(
+            f"Several tasks are named {', '.join(duplicates)}: rename them with name=source."
+        )
     if not tasks:
         raise ValueError(f"The list of tasks is empty: {ALLOWED}.")
     return tasks
@@ -84,15 +96,22 @@ def load_tasks(specs: list[str], limit: int | None = None) -> list[Task]:
 def encode_prompt(tokenizer: Any, prompt: Any, **template: Any) -> list[int]:
     """Tokenize a conversation, or a text as a user's turn, as TRL's trainers do.
 
-    Without a chat template, a text stays as it is, and a conversation becomes its plain text and a newline.
-    `template` goes to `apply_chat_template`: what a trainer passes, such as `chat_template_kwargs`.
+    Without a chat template, a text stays as it is, and a conversation becomes its plain text and a
+    newline. `template` goes to `apply_chat_template`: what a trainer passes, such as
+    `chat_template_kwargs`.
     """
     turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if tokenizer.chat_template is None:
-        text = prompt if isinstance(prompt, str) else "\n\n".join(turn["content"] for turn in turns) + "\n"
+        text = (
+            prompt
+            if isinstance(prompt, str)
+            else "\n\n".join(turn["content"] for turn in turns) + "\n"
+        )
         return list(tokenizer(text)["input_ids"])
     return list(
-        tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True, **template)["input_ids"]
+        tokenizer.apply_chat_template(
+            turns, add_generation_prompt=True, return_dict=True, **template
+        )["input_ids"]
     )
 
 
@@ -103,15 +122,21 @@ def are_correct(completions: Sequence[str], solutions: Sequence[str]) -> list[bo
 
 
 def needed_context(config: Any, prompts: Iterable[Sequence[int]], max_tokens: int) -> int:
-    """Return the length of the longest prompt plus its answer; raise `ValueError` if it exceeds the context."""
+    """Return the length of the longest prompt plus its answer; raise `ValueError` if it exceeds the
+    context.
+    """
     longest = max(map(len, prompts))
     needed = longest + max_tokens
     context = getattr(config.get_text_config(), "max_position_embeddings", None) or needed
     if needed > context:
         room = context - longest
-        advice = f"use at most --max-tokens {room}" if room > 0 else "use shorter questions, or another model"
+        advice = (
+            f"use at most --max-tokens {room}"
+            if room > 0
+            else "use shorter questions, or another model"
+        )
         raise ValueError(
-            f"The longest prompt ({longest} tokens) and --max-tokens {max_tokens} do not fit into the model's context "
-            f"of {context}: {advice}."
+            f"The longest prompt ({longest} tokens) and --max-tokens {max_tokens} do not fit into "
+            f"the model's context of {context}: {advice}."
         )
     return needed

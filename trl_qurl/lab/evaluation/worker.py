@@ -33,7 +33,8 @@ class Job:
     model: str  # directory of the checkpoint that vLLM loads
     tasks: list[Task]
     sampling: dict[str, Any]  # arguments for `vllm.SamplingParams`, except the seed
-    seed: int  # each question derives a separate seed from it, so its answers do not depend on other questions
+    # each question derives a separate seed from it, so its answers do not depend on other questions
+    seed: int
     environment: dict[str, str]  # that the engine of this format needs
     engine_kwargs: dict[str, Any] = field(default_factory=dict)  # for `vllm.LLM`
     template: dict[str, Any] = field(default_factory=dict)  # for the chat template
@@ -43,12 +44,14 @@ def answer_once(job: Job, path: Path) -> list[Answer]:
     """Return a format's answers, generated in a separate process unless the answer file exists."""
     if not path.exists():
         failure = (
-            f"Evaluation with {job.label} failed; see the output above. Run the same command again to continue with "
-            "this format."
+            f"Evaluation with {job.label} failed; see the output above. Run the same command again "
+            "to continue with this format."
         )
         answers = call_in_child(answer, job, failure, shows_output=True)
         tmp = path.with_suffix(".tmp")
-        tmp.write_text("".join(json.dumps(asdict(answer)) + "\n" for answer in answers), encoding="utf-8")
+        tmp.write_text(
+            "".join(json.dumps(asdict(answer)) + "\n" for answer in answers), encoding="utf-8"
+        )
         tmp.replace(path)
     return [Answer(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
 
@@ -60,7 +63,9 @@ def answer(job: Job) -> list[Answer]:
 
     SamplingParams(**job.sampling)  # refuses values that make no sense before an engine starts
     token_ids, llm = start_engine(job)
-    return [answer for task in job.tasks for answer in answer_task(llm, task, token_ids[task.name], job)]
+    return [
+        answer for task in job.tasks for answer in answer_task(llm, task, token_ids[task.name], job)
+    ]
 
 
 def start_engine(job: Job) -> tuple[dict[str, list[list[int]]], LLM]:
@@ -68,7 +73,11 @@ def start_engine(job: Job) -> tuple[dict[str, list[list[int]]], LLM]:
     import torch
     from transformers import AutoConfig, AutoTokenizer
 
-    from trl_qurl.rollout.engine.hardware import WORTH_COMPILING, check_cpu_build, cpu_cache_arguments
+    from trl_qurl.rollout.engine.hardware import (
+        WORTH_COMPILING,
+        check_cpu_build,
+        cpu_cache_arguments,
+    )
 
     tokenizer = AutoTokenizer.from_pretrained(job.model)
     encode = partial(encode_prompt, tokenizer, **job.template)
@@ -80,7 +89,8 @@ def start_engine(job: Job) -> tuple[dict[str, list[list[int]]], LLM]:
     arguments: dict[str, Any] = {"max_model_len": needed}
     if not torch.cuda.is_available():
         arguments["enforce_eager"] = answers * job.sampling["max_tokens"] < WORTH_COMPILING
-        # After part of a prompt, vLLM rewinds a seeded generator, which on a CPU is impossible (docs/upstream.md).
+        # After part of a prompt, vLLM rewinds a seeded generator, which on a CPU is impossible
+        # (docs/upstream.md).
         arguments["enable_chunked_prefill"] = False
     given = arguments | job.engine_kwargs
     memory = cpu_cache_arguments(job.model, given, sequences=min(answers, AT_ONCE), length=needed)
@@ -91,17 +101,26 @@ def start_engine(job: Job) -> tuple[dict[str, list[list[int]]], LLM]:
 
 
 def answer_task(llm: LLM, task: Task, prompts: list[list[int]], job: Job) -> Iterator[Answer]:
-    """Generate the answers to a task with vLLM's progress bar, and yield them graded, by question."""
+    """Generate the answers to a task with vLLM's progress bar,
+    and yield them graded, by question.
+    """
     from vllm import SamplingParams
 
     counts = f"{len(prompts)} questions, {sum(map(is_text, task.solutions))} compared as text"
     print(f"{job.label}: {task.name}, {counts}", flush=True)
     # Unlike Python's hash, a checksum is the same on every machine.
-    seeds = [zlib.crc32(f"{job.seed}/{task.name}/{question}".encode()) for question in range(len(prompts))]
+    seeds = [
+        zlib.crc32(f"{job.seed}/{task.name}/{question}".encode())
+        for question in range(len(prompts))
+    ]
     params = [SamplingParams(**job.sampling, seed=seed) for seed in seeds]
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
     for question, (output, solution) in enumerate(zip(outputs, task.solutions, strict=True)):
-        graded = are_correct([completion.text for completion in output.outputs], [solution] * len(output.outputs))
+        graded = are_correct(
+            [completion.text for completion in output.outputs], [solution] * len(output.outputs)
+        )
         for completion, correct in zip(output.outputs, graded, strict=True):
             finished = completion.finish_reason == "stop"
-            yield Answer(task.name, question, correct, len(completion.token_ids), finished, completion.text)
+            yield Answer(
+                task.name, question, correct, len(completion.token_ids), finished, completion.text
+            )

@@ -1,4 +1,6 @@
-"""Run one model's engines, one format at a time, and score their answers with the full-precision policy."""
+"""Run one model's engines, one format at a time, and score their answers with the full-precision
+policy.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,11 @@ from trl_qurl.quantization.plan import Formats, format_name, make_plan, schemes_
 from trl_qurl.quantization.smoothing import can_smooth
 from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.directory import CheckpointDirectory
-from trl_qurl.rollout.engine.hardware import check_cpu_build, cpu_cache_arguments, kernel_environment
+from trl_qurl.rollout.engine.hardware import (
+    check_cpu_build,
+    cpu_cache_arguments,
+    kernel_environment,
+)
 from trl_qurl.rollout.engine.launch import require_vllm, resolve_model
 from trl_qurl.rollout.wire import COMPILING
 
@@ -37,7 +43,8 @@ class Answer(NamedTuple):
 
 
 class Engines:
-    """One engine per format for the same prompts, and the full-precision policy that scores their answers.
+    """One engine per format for the same prompts, and the full-precision policy that scores their
+    answers.
 
     Raises `ValueError` for an invalid argument, and errors about a missing model, file or vLLM.
     """
@@ -49,7 +56,8 @@ class Engines:
         ignore: Sequence[str],  # modules to keep in 16 bits
         engine_kwargs: Mapping[str, Any],  # extra arguments for `vllm.LLM`
         say: Callable[[str], None],  # called with each progress message
-        smooths: bool = True,  # whether to smooth activations for the formats that training smooths by default
+        # whether to smooth activations for the formats that training smooths by default
+        smooths: bool = True,
     ) -> None:
         require_vllm()
         prompts = load_prompts(sampling.questions, sampling.limit)
@@ -66,7 +74,9 @@ class Engines:
         }
         policy, self._tokenizer = load_model(directory)
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.policy = policy.to(getattr(torch, sixteen_bits) if self._device == "cuda" else torch.float32).eval()
+        self.policy = policy.to(
+            getattr(torch, sixteen_bits) if self._device == "cuda" else torch.float32
+        ).eval()
         self._directory, self._max_tokens = directory, sampling.max_tokens
         self._repeated = [tokens for tokens in self.prompts for _ in range(sampling.samples)]
         load = {"sequences": len(self._repeated), "length": arguments["max_model_len"]}
@@ -76,17 +86,20 @@ class Engines:
     def measure(self, formats: Formats) -> Mismatch:
         """Sample answers from an engine in these formats, `"none"` for 16 bits, and score them.
 
-        Raises `ChildProcessError` if the engine failed, after printing its last output lines to standard error.
+        Raises `ChildProcessError` if the engine failed, after printing its last output lines to
+        standard error.
         """
         name = label(format_name(formats))
         compiling = COMPILING * (not self._arguments["enforce_eager"])
         self.say(f"Sampling {len(self._repeated)} answers from {name}{compiling}")
         failure = (
-            f"The engine for {name} failed; its last output lines are above. If it ran out of memory, lower "
-            "--samples or --max-tokens."
+            f"The engine for {name} failed; its last output lines are above. If it ran out of "
+            "memory, lower --samples or --max-tokens."
         )
         with self._checkpoint(formats) as directory:
-            engine = partial(sample, formats, self._max_tokens, {"model": directory, **self._arguments})
+            engine = partial(
+                sample, formats, self._max_tokens, {"model": directory, **self._arguments}
+            )
             answers = call_in_child(engine, self._repeated, failure)
         with self._policy_on_device():
             return measure(list(score(self.policy, answers)))
@@ -95,7 +108,11 @@ class Engines:
     def weights(self, formats: Formats) -> Iterator[WeightStream]:
         """Yield the policy's weights as quantized, smoothed on the prompts as in training."""
         plan = make_plan(self.policy, formats, self._ignore)
-        smooths = self._smooths and can_smooth(self.policy) and any(scheme.is_smoothed for scheme in plan.targets)
+        smooths = (
+            self._smooths
+            and can_smooth(self.policy)
+            and any(scheme.is_smoothed for scheme in plan.targets)
+        )
         weights = WeightStream(self.policy, plan, smooths)
         with self._policy_on_device():
             if weights.smoothing is not None:
@@ -121,7 +138,10 @@ class Engines:
             checkpoint = CheckpointDirectory(None, weights.nbytes())
             writer = CheckpointWriter(self.policy, self._tokenizer, weights.plan)
             # As for a server, the codes do not depend on the dtype that holds the weights.
-            writer.write(weights.tensors(model_parameters(self.policy), is_exact=True), checkpoint.path / "model")
+            writer.write(
+                weights.tensors(model_parameters(self.policy), is_exact=True),
+                checkpoint.path / "model",
+            )
         try:
             yield str(checkpoint.path / "model")
         finally:
@@ -129,20 +149,29 @@ class Engines:
 
 
 def sample(
-    formats: Formats, max_tokens: int, engine_kwargs: Mapping[str, Any], prompts: Sequence[list[int]]
+    formats: Formats,
+    max_tokens: int,
+    engine_kwargs: Mapping[str, Any],
+    prompts: Sequence[list[int]],
 ) -> list[Answer]:
-    """Sample an answer to each prompt at temperature 1 from the whole vocabulary, as training does by default."""
+    """Sample an answer to each prompt at temperature 1 from the whole vocabulary, as training does
+    by default.
+    """
     from vllm import LLM, SamplingParams
 
     os.environ.update(kernel_environment(*schemes_of(formats)))
     llm = LLM(**{"seed": 0, "logprobs_mode": "processed_logprobs", **engine_kwargs})
     params = SamplingParams(temperature=1.0, max_tokens=max_tokens, logprobs=0, detokenize=False)
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    outputs = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False
+    )
     answers = []
     for prompt, output in zip(prompts, outputs, strict=True):
         (completion,) = output.outputs
         tokens = list(completion.token_ids)
-        logps = [step[token].logprob for token, step in zip(tokens, completion.logprobs, strict=True)]
+        logps = [
+            step[token].logprob for token, step in zip(tokens, completion.logprobs, strict=True)
+        ]
         answers.append(Answer(prompt, tokens, logps))
     return answers
 
@@ -150,7 +179,8 @@ def sample(
 def score(model: Any, answers: Iterable[Answer]) -> Iterator[Scored]:
     """Score each answer with one forward pass over its prompt and its tokens.
 
-    Answers are not batched: padding would make a row depend on its neighbors, adding to the effect being measured.
+    Answers are not batched: padding would make a row depend on its neighbors, adding to the effect
+    being measured.
     """
     for answer in answers:
         count = len(answer.tokens)
@@ -158,6 +188,10 @@ def score(model: Any, answers: Iterable[Answer]) -> Iterator[Scored]:
             continue
         tokens = torch.tensor([answer.prompt + answer.tokens], device=model.device)  # (1, P + T)
         with torch.inference_mode():
-            logits = model(input_ids=tokens, logits_to_keep=count + 1).logits[0, :-1].float()  # (T, V)
+            # (T, V)
+            logits = model(input_ids=tokens, logits_to_keep=count + 1).logits[0, :-1].float()
         logps = logits.log_softmax(-1).gather(-1, tokens[0, -count:, None]).squeeze(-1)
-        yield Scored(tuple(answer.prompt), logps.double().cpu() - torch.tensor(answer.logps, dtype=torch.float64))
+        yield Scored(
+            tuple(answer.prompt),
+            logps.double().cpu() - torch.tensor(answer.logps, dtype=torch.float64),
+        )

@@ -1,4 +1,6 @@
-"""Prompts for the model, the user's questions or the built-in ones, and how many answers to sample."""
+"""Prompts for the model, the user's questions or the built-in
+ones, and how many answers to sample.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,8 @@ class Sampling:
 
 
 def load_prompts(source: str | None, limit: int) -> list[Any]:
-    """Load the first `limit` prompts of a source, as conversations or as the lines of a `.txt` file.
+    """Load the first `limit` prompts of a source, as conversations or as the lines of a `.txt`
+    file.
 
     A source is `None` for the built-in prompts, a `.txt` file, or a task of `trl-qurl eval`. Raises
     `FileNotFoundError`, or `ValueError` if it contains no prompts or cannot be parsed.

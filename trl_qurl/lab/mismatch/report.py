@@ -37,7 +37,8 @@ class Report:
     model: str  # name or directory from the command line
     sampling: Sampling
     ignore: tuple[str, ...]  # modules kept in full precision
-    formats: dict[str, Mismatch] = field(default_factory=dict)  # by format, `"none"` for a 16-bit engine
+    # by format, `"none"` for a 16-bit engine
+    formats: dict[str, Mismatch] = field(default_factory=dict)
     choice: Choice | None = None
 
     @property

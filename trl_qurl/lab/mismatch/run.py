@@ -1,4 +1,5 @@
-"""`trl-qurl mismatch`: sample from one engine per format, score the answers, compute statistics, and advise.
+"""`trl-qurl mismatch`: sample from one engine per format, score the answers, compute statistics,
+and advise.
 
 Heavy imports wait until the command runs.
 """
@@ -9,28 +10,59 @@ import argparse
 from pathlib import Path
 
 from trl_qurl.cli.options import check_model
-from trl_qurl.lab.comparison import BASELINE, add_options, candidates, check_output, fitting_formats, write_json
+from trl_qurl.lab.comparison import (
+    BASELINE,
+    add_options,
+    candidates,
+    check_output,
+    fitting_formats,
+    write_json,
+)
 from trl_qurl.lab.mismatch.prompts import Sampling
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `trl-qurl mismatch`."""
-    parser.epilog = "Samples answers from one engine per format and scores them with the full-precision model."
-    parser.add_argument("model", metavar="MODEL", help="full-precision model: Hub name or local directory")
+    parser.epilog = (
+        "Samples answers from one engine per format and scores them with the full-precision model."
+    )
+    parser.add_argument(
+        "model", metavar="MODEL", help="full-precision model: Hub name or local directory"
+    )
     parser.add_argument(
         "--questions",
         metavar="SOURCE",
-        help="a task of `trl-qurl eval` (gsm8k, a .jsonl file, ...) or a .txt file with one prompt per line "
-        "(default: 16 built-in questions of mixed kinds)",
-    )
-    parser.add_argument("--limit", type=int, default=16, metavar="N", help="first N questions (default: %(default)s)")
-    parser.add_argument("--samples", type=int, default=4, help="answers per question (default: %(default)s)")
-    parser.add_argument("--max-tokens", type=int, default=128, help="longest answer, in tokens (default: %(default)s)")
-    parser.add_argument(
-        "--kl", type=float, metavar="NATS", help="choose finer formats for layers of int8 (--scheme): at most this KL"
+        help=(
+            "a task of `trl-qurl eval` (gsm8k, a .jsonl file, ...) or a .txt file with one prompt "
+            "per line (default: 16 built-in questions of mixed kinds)"
+        ),
     )
     parser.add_argument(
-        "--no-smooth", action="store_true", help="measure as with smooth_activations=False (default: INT8 is smoothed)"
+        "--limit",
+        type=int,
+        default=16,
+        metavar="N",
+        help="first N questions (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--samples", type=int, default=4, help="answers per question (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        default=128,
+        help="longest answer, in tokens (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--kl",
+        type=float,
+        metavar="NATS",
+        help="choose finer formats for layers of int8 (--scheme): at most this KL",
+    )
+    parser.add_argument(
+        "--no-smooth",
+        action="store_true",
+        help="measure as with smooth_activations=False (default: INT8 is smoothed)",
     )
     add_options(parser, Path("mismatch.json"))
 
@@ -43,7 +75,9 @@ def run(args: argparse.Namespace) -> int:
     schemes = candidates(args.scheme)
     if args.kl is not None and [*schemes.values()] != args.scheme[:1]:
         names = ", ".join(args.scheme)
-        raise ValueError(f"--kl requires exactly one format, but got {names}: choose one with --scheme.")
+        raise ValueError(
+            f"--kl requires exactly one format, but got {names}: choose one with --scheme."
+        )
     if args.kl is not None and not args.kl > 0:
         raise ValueError(f"--kl is {args.kl:g}: give a positive number of nats per token.")
     sampling = Sampling(args.questions, args.limit, args.samples, args.max_tokens)
@@ -59,7 +93,9 @@ def run(args: argparse.Namespace) -> int:
 
     disable_progress_bar()  # hides the bar for loading weights
     console = Console()
-    engines = Engines(args.model, sampling, args.ignore, args.engine_kwargs, console.print, not args.no_smooth)
+    engines = Engines(
+        args.model, sampling, args.ignore, args.engine_kwargs, console.print, not args.no_smooth
+    )
     schemes = fitting_formats(engines.policy, args.scheme, args.ignore, console.print)
     report = Report(args.model, sampling, tuple(args.ignore))
     for name, formats in {BASELINE: BASELINE, **schemes}.items():

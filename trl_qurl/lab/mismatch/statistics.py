@@ -1,6 +1,7 @@
 """Statistics of scored answers: KL, the tail of the ratio, effective sample size.
 
-`n` answers of `T_i` tokens. ρ is the ratio of a token: the full-precision policy's probability over the engine's.
+`n` answers of `T_i` tokens. ρ is the ratio of a token: the full-precision policy's probability over
+the engine's.
 """
 
 from __future__ import annotations
@@ -20,14 +21,17 @@ CAP = 2.0
 QUANTILES = (0.001, 0.01, 0.5, 0.99, 0.999)
 RESAMPLES = 2000
 LEAST_QUESTIONS = 4
-"""Minimum number of questions for their scatter to indicate the error of the mean on other questions."""
+"""Minimum number of questions for their scatter to indicate the error of the mean on other
+questions.
+"""
 
 
 class Scored(NamedTuple):
     """One answer of `T` tokens under both policies."""
 
     question: tuple[int, ...]  # prompt tokens
-    log_ratio: torch.Tensor  # log-probabilities under the policy minus those under the engine, in nats, float64, (T,)
+    # log-probabilities under the policy minus those under the engine, in nats, float64, (T,)
+    log_ratio: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,8 @@ class Mismatch:
 
     answers: int  # their number, n
     tokens: int  # in all answers
-    kl_k3: Estimate  # estimate of KL(engine ‖ policy) as the mean of ρ − 1 − log ρ, in nats per token
+    # estimate of KL(engine ‖ policy) as the mean of ρ − 1 − log ρ, in nats per token
+    kl_k3: Estimate
     ratio_quantiles: dict[float, float]  # of ρ over tokens, by share
     capped_share: float  # share of tokens with ρ above the cap
     ess: float  # effective sample size of the tokens, as a share
@@ -44,13 +49,17 @@ class Mismatch:
 
 
 def measure(scored: Sequence[Scored]) -> Mismatch:
-    """Compute the statistics of one format. KL, share above the cap and ESS match the logged `mismatch/*` metrics."""
+    """Compute the statistics of one format. KL, share above the cap and ESS match the logged
+    `mismatch/*` metrics.
+    """
     if not scored:
         raise ValueError("All answers are empty: the model stops immediately. Try other questions.")
     log_ratios = [row.log_ratio for row in scored]
     flat = torch.cat(log_ratios)
     if not flat.isfinite().all():
-        raise ValueError("The engine returned log-probabilities that are not finite: its weights are broken.")
+        raise ValueError(
+            "The engine returned log-probabilities that are not finite: its weights are broken."
+        )
     ratios = flat.exp()
     kl_k3 = interval(scored, [row.expm1() - row for row in log_ratios])
     return Mismatch(
@@ -67,18 +76,26 @@ def measure(scored: Sequence[Scored]) -> Mismatch:
 def interval(scored: Sequence[Scored], values: Sequence[torch.Tensor]) -> Estimate:
     """Return a mean over tokens with its 95 % interval, resampling questions (bootstrap-t).
 
-    Answers to one question are correlated, and a model is far more certain of some answers than of others.
-    Plain percentiles of the means would be too narrow: with 16 such questions they cover the truth 88 % of the time.
-    With fewer than `LEAST_QUESTIONS`, answers are resampled. `values` has one value per token, by answer.
+    Answers to one question are correlated, and a model is far more certain of some answers than of
+    others. Plain percentiles of the means would be too narrow: with 16 such questions they cover
+    the truth 88 % of the time. With fewer than `LEAST_QUESTIONS`, answers are resampled. `values`
+    has one value per token, by answer.
     """
     questions = list(dict.fromkeys(row.question for row in scored))
     by_answer = len(questions) < LEAST_QUESTIONS
     groups = torch.tensor(
-        [number if by_answer else questions.index(row.question) for number, row in enumerate(scored)]
+        [
+            number if by_answer else questions.index(row.question)
+            for number, row in enumerate(scored)
+        ]
     )
-    rows = torch.tensor([(float(each.sum()), len(each)) for each in values], dtype=torch.float64)  # (n, 2)
-    totals, counts = rows.new_zeros(int(groups.max()) + 1, 2).index_add(0, groups, rows).T  # (Q,) each
-    resamples = torch.randint(len(counts), (RESAMPLES, len(counts)), generator=torch.Generator().manual_seed(0))
+    # (n, 2)
+    rows = torch.tensor([(float(each.sum()), len(each)) for each in values], dtype=torch.float64)
+    # (Q,) each
+    totals, counts = rows.new_zeros(int(groups.max()) + 1, 2).index_add(0, groups, rows).T
+    resamples = torch.randint(
+        len(counts), (RESAMPLES, len(counts)), generator=torch.Generator().manual_seed(0)
+    )
     mean, error = _mean_and_error(totals, counts)
     means, errors = _mean_and_error(totals[resamples], counts[resamples])
     varied = errors > 1e-9 * error  # drop resamples that repeat a single question
@@ -89,18 +106,23 @@ def interval(scored: Sequence[Scored], values: Sequence[torch.Tensor]) -> Estima
     return Estimate(float(mean), float(mean - high * error), float(mean - low * error))
 
 
-def _mean_and_error(totals: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the mean per token and, up to a constant factor, its standard error, from totals (..., Q)."""
+def _mean_and_error(
+    totals: torch.Tensor, counts: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the mean per token and, up to a constant factor, its standard error, from totals (...,
+    Q).
+    """
     mean = totals.sum(-1) / counts.sum(-1)
     residuals = totals - mean[..., None] * counts
     return mean, residuals.square().sum(-1).sqrt() / counts.sum(-1)
 
 
 def half_length(log_ratios: Sequence[torch.Tensor]) -> float | None:
-    r"""Estimate the length at which the effective sample size of whole answers drops to one half; `None`: never.
+    r"""Estimate the length at which the effective sample size of whole answers drops to one half;
+    `None`: never.
 
-    $L_{1/2} = \ln 2 / v$, where v is the variance of an answer's sum of log ρ, per token. If the sums are normal, the
-    effective sample size is $e^{-v L}$. With heavier tails it drops sooner.
+    $L_{1/2} = \ln 2 / v$, where v is the variance of an answer's sum of log ρ, per token. If the
+    sums are normal, the effective sample size is $e^{-v L}$. With heavier tails it drops sooner.
     """
     lengths = torch.tensor([len(row) for row in log_ratios], dtype=torch.float64)
     sums = torch.stack([row.sum() for row in log_ratios])

@@ -12,10 +12,14 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 HARMLESS = 0.005
-"""KL (k3) per token below which our study and the paper saw no harm; INT4 had .01 there, also without harm."""
+"""KL (k3) per token below which our study and the paper saw no harm; INT4 had .01 there, also
+without harm.
+"""
 
 RISKY = 0.02
-"""KL (k3) per token with which runs ended badly: .025 before the paper's collapse, .05 for INT3 and plain INT8."""
+"""KL (k3) per token with which runs ended badly: .025 before the paper's collapse, .05 for INT3 and
+plain INT8.
+"""
 
 
 def build_table(report: Report) -> Table:
@@ -23,15 +27,21 @@ def build_table(report: Report) -> Table:
     first = next(iter(report.formats.values()))
     title = f"{report.model}: {first.answers} answers of {first.tokens / first.answers:.0f} tokens"
     caption = (
-        f"KL in 1e-3 nats per token (k3) with 95 % intervals; ρ: policy over engine; C = {CAP:g}; kernels: share of "
-        "the KL that a 16-bit engine has, too; ESS: effective sample size of tokens; half: answer length at which the "
-        "ESS of sequence weights is 1/2."
+        f"KL in 1e-3 nats per token (k3) with 95 % intervals; ρ: policy over engine; C = {CAP:g}; "
+        "kernels: share of the KL that a 16-bit engine has, too; ESS: effective sample size of "
+        "tokens; half: answer length at which the ESS of sequence weights is 1/2."
     )
-    table = new_table(title, caption, ["format"], ("KL", "kernels", "ρ 0.1-99.9 %", "ρ > C", "ESS", "half"))
+    table = new_table(
+        title, caption, ["format"], ("KL", "kernels", "ρ 0.1-99.9 %", "ρ > C", "ESS", "half")
+    )
     for name, mismatch in report.formats.items():
         low, *_, high = mismatch.ratio_quantiles.values()
         kl = mismatch.kl_k3
-        share = f"{min(1.0, report.by_kernels / kl.value):.0%}" if name != BASELINE and kl.value > 0 else "-"
+        share = (
+            f"{min(1.0, report.by_kernels / kl.value):.0%}"
+            if name != BASELINE and kl.value > 0
+            else "-"
+        )
         table.add_row(
             label(name),
             f"{thousandths(kl.value)} ± {thousandths((kl.high - kl.low) / 2)}",
@@ -49,29 +59,42 @@ def build_layer_table(choice: Choice, most: int = 12) -> Table:
     most_extra = sum(step.extra_bytes for step in choice.steps)
     extra = sum(step.extra_bytes for step in choice.steps[: choice.taken])
     caption = (
-        "Estimated KL that a finer format removes, in 1e-3 nats per token; most KL per byte first. Those taken add "
-        f"{extra / 1e6:.3g} MB, {extra / most_extra:.1%} of what quantization saves."
+        "Estimated KL that a finer format removes, in 1e-3 nats per token; most KL per byte first. "
+        f"Those taken add {extra / 1e6:.3g} MB, {extra / most_extra:.1%} of what quantization "
+        "saves."
     )
     title = f"Sources of the KL: the first {min(most, len(choice.steps))} of {len(choice.steps)}"
     table = new_table(title, caption, ["layers"], ("finer", "KL", "MB", "taken"))
     for number, step in enumerate(choice.steps[:most]):
         first, *others = step.layers
-        names = [first, *(other.removeprefix(first.rpartition(".")[0] + ".") for other in others[:2])]
+        names = [
+            first,
+            *(other.removeprefix(first.rpartition(".")[0] + ".") for other in others[:2]),
+        ]
         layers = ", ".join([*names, *["..."] * (len(others) > 2)])
         taken = "yes" if number < choice.taken else ""
-        table.add_row(layers, label(step.format), thousandths(step.kl), f"{step.extra_bytes / 1e6:.3g}", taken)
+        table.add_row(
+            layers, label(step.format), thousandths(step.kl), f"{step.extra_bytes / 1e6:.3g}", taken
+        )
     return table
 
 
 def sentences(report: Report) -> list[str]:
     """Return the advice for each format, with its reason."""
-    lines = [f"{label(name)}: {verdict(mismatch)}" for name, mismatch in report.formats.items() if name != BASELINE]
+    lines = [
+        f"{label(name)}: {verdict(mismatch)}"
+        for name, mismatch in report.formats.items()
+        if name != BASELINE
+    ]
     if (choice := report.choice) and (kl := report.formats[choice.name].kl_k3.value) > choice.limit:
-        lines.append(f"{label(choice.name)} has a KL of {kl:.2g}, above --kl {choice.limit:g}: lower --kl.")
+        lines.append(
+            f"{label(choice.name)} has a KL of {kl:.2g}, above --kl {choice.limit:g}: lower --kl."
+        )
     return [
         *lines,
-        "These results are for the current weights. Training can increase the mismatch: watch mismatch/kl_k3, and if "
-        "it grows, lower the learning rate or choose finer formats for sensitive layers.",
+        "These results are for the current weights. Training can increase the mismatch: watch "
+        "mismatch/kl_k3, and if it grows, lower the learning rate or choose finer formats for "
+        "sensitive layers.",
     ]
 
 
@@ -80,16 +103,23 @@ def verdict(mismatch: Mismatch) -> str:
     whole = ""
     if mismatch.half_length is not None:
         reach = two_digits(mismatch.half_length)
-        whole = f" Sequence weights (RLOO, GSPO) keep half their effective sample size up to {reach} tokens."
+        whole = (
+            f" Sequence weights (RLOO, GSPO) keep half their effective sample size up to {reach} "
+            "tokens."
+        )
     kl = f"a KL of {mismatch.kl_k3.value:.2g}"
     if mismatch.kl_k3.high < HARMLESS:
         return f"safe to train with: {kl} did no harm in our study. Keep the defaults.{whole}"
     if mismatch.kl_k3.low >= RISKY:
         return (
-            f"risky: with {kl} some runs of our study ended badly, even with a correction. Choose a finer format, "
-            f"keep sensitive layers in 16 bits (quantization_ignore), or leave smooth_activations on (INT8).{whole}"
+            f"risky: with {kl} some runs of our study ended badly, even with a correction. Choose "
+            "a finer format, keep sensitive layers in 16 bits (quantization_ignore), or leave "
+            f"smooth_activations on (INT8).{whole}"
         )
-    return f"needs a correction: at {kl} keep objective='acr' or 'tis', and watch mismatch/kl_k3.{whole}"
+    return (
+        f"needs a correction: at {kl} keep objective='acr' or 'tis', and watch "
+        f"mismatch/kl_k3.{whole}"
+    )
 
 
 def thousandths(nats: float) -> str:

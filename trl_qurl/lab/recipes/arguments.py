@@ -1,7 +1,8 @@
-"""Arguments of `trl-qurl grpo|ppo|rloo`: TRL's parser, YAML files by path or name for `--config`, and the help.
+"""Arguments of `trl-qurl grpo|ppo|rloo`: TRL's parser, YAML files by path or name for `--config`,
+and the help.
 
-`--help` prints essential options first, then those that this project adds or the command changes; `--help-all` prints
-all, including those of TRL and transformers.
+`--help` prints essential options first, then those that this project adds or the command changes;
+`--help-all` prints all, including those of TRL and transformers.
 """
 
 from __future__ import annotations
@@ -36,21 +37,30 @@ START = {
     "num_train_epochs": "Passes over the questions, if max_steps is -1.",
     "learning_rate": "Peak learning rate.",
     "use_peft": "Train a LoRA adapter (--lora_r, --lora_alpha, --lora_target_modules).",
-    "vllm_mode": "colocate: run the engine in this process; server: requires a running `trl-qurl serve`.",
+    "vllm_mode": (
+        "colocate: run the engine in this process; server: requires a running `trl-qurl serve`."
+    ),
     "resume_from_checkpoint": "Checkpoint to resume from; true for the latest in output_dir.",
 }
 """Essential options, with a help text if the option is not ours."""
 
-ELSEWHERE = {"--scheme": "--rollout_quantization", "--ignore": "--quantization_ignore"}  # as other commands say
+# as other commands say
+ELSEWHERE = {"--scheme": "--rollout_quantization", "--ignore": "--quantization_ignore"}
 
 
 def parse(
-    command: str, script_arguments: type, defaults: dict[str, Any], argv: Sequence[str] | None = None
+    command: str,
+    script_arguments: type,
+    defaults: dict[str, Any],
+    argv: Sequence[str] | None = None,
 ) -> tuple[Any, Any, ModelConfig]:
-    """Parse a command line and the YAML files of its `--config` into script, trainer and model arguments."""
+    """Parse a command line and the YAML files of its `--config` into script, trainer and model
+    arguments.
+    """
     quiet()
     prog = None if argv is None else f"trl-qurl {command}"
-    files, argv = take_files(sys.argv[1:] if argv is None else argv)  # reports errors before seconds of imports
+    # reports errors before seconds of imports
+    files, argv = take_files(sys.argv[1:] if argv is None else argv)
 
     from trl import ModelConfig, TrlParser
 
@@ -61,7 +71,8 @@ def parse(
         """TRL's model arguments, with a short name for the model."""
 
         model_name_or_path: str | None = field(
-            default=None, metadata={"aliases": ["--model"], "help": "Model to train: a Hub name or a directory."}
+            default=None,
+            metadata={"aliases": ["--model"], "help": "Model to train: a Hub name or a directory."},
         )
 
     config = getattr(trl_qurl, f"QuRL{command.upper()}Config")
@@ -76,7 +87,9 @@ def parse(
         print_help(parser.prog, groups, defaults)
         parser.exit()
     settings = merge_settings(files, known_names, command)
-    os.environ.update({name: str(value) for name, value in (settings.pop("env", None) or {}).items()})
+    os.environ.update(
+        {name: str(value) for name, value in (settings.pop("env", None) or {}).items()}
+    )
     parser.set_defaults_with_config(**{**cpu_settings(), **defaults, **settings})
     # Report misspelled options before TRL's configurations check values.
     parsed, unknown = parser.parse_known_args(argv)
@@ -93,13 +106,22 @@ def parse(
 def check_groups(args: argparse.Namespace) -> None:
     """Raise `ValueError` if `num_generations` does not divide the completions of a rollout."""
     processes, groups = int(os.environ.get("WORLD_SIZE", "1")), args.num_generations
-    batch, steps = args.per_device_train_batch_size, args.steps_per_generation or args.gradient_accumulation_steps
+    batch, steps = (
+        args.per_device_train_batch_size,
+        args.steps_per_generation or args.gradient_accumulation_steps,
+    )
     size = batch * processes * steps
     divisors = [number for number in range(1, size + 1) if size % number == 0]
     if args.generation_batch_size is None and groups not in divisors:
-        factors = f"--per_device_train_batch_size {batch} x {processes} processes x --steps_per_generation {steps}"
+        factors = (
+            f"--per_device_train_batch_size {batch} x {processes} processes x "
+            f"--steps_per_generation {steps}"
+        )
         ways = f"use one of {', '.join(map(str, divisors))}, or change the other options"
-        raise ValueError(f"--num_generations {groups} does not divide the {size} completions ({factors}): {ways}.")
+        raise ValueError(
+            f"--num_generations {groups} does not divide the {size} completions ({factors}): "
+            f"{ways}."
+        )
 
 
 def recipes() -> dict[str, Path]:
@@ -111,10 +133,12 @@ def recipes() -> dict[str, Path]:
 def take_files(argv: Sequence[str]) -> tuple[list[tuple[str, dict[str, Any]]], list[str]]:
     """Take `--config`, `--dataset` and `--eval_tasks` off a command line, and return the rest.
 
-    The names of all files of `--config`, given by path or recipe name, come with their settings; last, those of the
-    command line.
+    The names of all files of `--config`, given by path or recipe name, come with their settings;
+    last, those of the command line.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser = argparse.ArgumentParser(
+        add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS
+    )
     parser.add_argument("--config", nargs="*", action="append", default=[])
     parser.add_argument("--dataset")
     parser.add_argument("--eval_tasks", "--eval-tasks", nargs="*")
@@ -129,7 +153,8 @@ def take_files(argv: Sequence[str]) -> tuple[list[tuple[str, dict[str, Any]]], l
 def merge_settings(
     files: list[tuple[str, dict[str, Any]]], known_names: Collection[str], command: str
 ) -> dict[str, Any]:
-    """Merge the settings of all files, of which each overrides the previous ones: a recipe, a variant, your own.
+    """Merge the settings of all files, of which each overrides the previous ones: a recipe, a
+    variant, your own.
 
     Another data set also overrides `eval_tasks`, which belong to the previous one.
     """
@@ -138,14 +163,20 @@ def merge_settings(
         if unknown := [setting for setting in settings if setting not in {*known_names, "env"}]:
             raise ValueError(
                 f"The settings file {name} has unknown settings: {', '.join(unknown)}"
-                f"{did_you_mean(unknown, list(known_names))} `trl-qurl {command} --help` lists the names."
+                f"{did_you_mean(unknown, list(known_names))} `trl-qurl {command} --help` lists the "
+                "names."
             )
         if not isinstance(settings.get("env") or {}, dict):
             raise ValueError(
-                f"env in {name} is {settings['env']!r}: write a line `NAME: value` below it for each variable."
+                f"env in {name} is {settings['env']!r}: write a line `NAME: value` below it for "
+                "each variable."
             )
         changed = {"dataset", "eval_tasks"} & settings.keys()
-        if changed == {"dataset"} and settings["dataset"] != merged.get("dataset") and merged.pop("eval_tasks", None):
+        if (
+            changed == {"dataset"}
+            and settings["dataset"] != merged.get("dataset")
+            and merged.pop("eval_tasks", None)
+        ):
             logger.warning("%s sets another dataset, so the previous eval_tasks are dropped.", name)
         merged |= settings
     return merged
@@ -157,24 +188,30 @@ def _read_settings(name: str) -> dict[str, Any]:
     path = Path(name) if Path(name).is_file() else recipes().get(name)
     if path is None:
         raise FileNotFoundError(
-            f"The settings file {name} does not exist: give a YAML file, or the name of a recipe or variant: "
-            f"{', '.join(recipes())}."
+            f"The settings file {name} does not exist: give a YAML file, or the name of a recipe "
+            f"or variant: {', '.join(recipes())}."
         )
     try:
         settings = yaml.safe_load(path.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
         line = f" in line {mark.line + 1}" if mark else ""
-        raise ValueError(f"The settings file {path} is not valid YAML{line}: {problem or error}.") from error
+        raise ValueError(
+            f"The settings file {path} is not valid YAML{line}: {problem or error}."
+        ) from error
     if not isinstance(settings, dict):
-        raise ValueError(f"The settings file {path} has no `name: value` lines: write one setting per line.")
+        raise ValueError(
+            f"The settings file {path} has no `name: value` lines: write one setting per line."
+        )
     if "model" in settings:  # short name, as on the command line
         settings["model_name_or_path"] = settings.pop("model")
     return {str(setting): value for setting, value in settings.items()}
 
 
 def print_help(prog: str, classes: Sequence[type], defaults: dict[str, Any]) -> None:
-    """Print the options of a recipe; `classes` are its script arguments, config and model arguments."""
+    """Print the options of a recipe; `classes` are its script arguments, config and model
+    arguments.
+    """
     script_arguments, config, _ = classes
     theirs = next(parent for parent in config.__mro__ if parent.__module__.startswith("trl."))
     settings = {setting.name: setting for cls in classes for setting in fields(cls)}
@@ -183,13 +220,18 @@ def print_help(prog: str, classes: Sequence[type], defaults: dict[str, Any]) -> 
         prog=prog,
         usage=USAGE,
         add_help=False,
-        epilog=f"All {len(settings)} options, including those of TRL's {theirs.__name__} and ModelConfig: {prog} "
-        f"--help-all. Each is also a setting in a YAML file. Example: {prog} --model Qwen/Qwen2.5-0.5B-Instruct "
-        "--dataset questions.jsonl --max_steps 200 --output_dir policy",
+        epilog=(
+            f"All {len(settings)} options, including those of TRL's {theirs.__name__} and "
+            f"ModelConfig: {prog} --help-all. Each is also a setting in a YAML file. Example: "
+            f"{prog} --model Qwen/Qwen2.5-0.5B-Instruct --dataset questions.jsonl --max_steps 200 "
+            "--output_dir policy"
+        ),
     )
     groups = {
         "model, data, length of the run": START,
-        "settings of trl-qurl": [setting.name for setting in fields(config) if setting.name not in inherited],
+        "settings of trl-qurl": [
+            setting.name for setting in fields(config) if setting.name not in inherited
+        ],
         "questions and output": [setting.name for setting in fields(script_arguments)],
         "settings of TRL that this command changes": defaults,
     }
@@ -206,7 +248,10 @@ def print_help(prog: str, classes: Sequence[type], defaults: dict[str, Any]) -> 
         "--config",
         metavar="FILE",
         nargs="+",
-        help=f"YAML files of settings, or names of recipes ({', '.join(recipes())}); later ones override",
+        help=(
+            f"YAML files of settings, or names of recipes ({', '.join(recipes())}); later ones "
+            "override"
+        ),
     )
     files.add_argument("--help", action="help", help="this list")
     files.add_argument("--help-all", action="help", help="all options")

@@ -15,8 +15,9 @@ class ScriptArguments(questions.ScriptArguments):
     value_model: str | None = option(None, "Initial model of the critic. Defaults to the policy's.")
 
 
-# The paper's GSM8K run: 256 prompts with one answer of up to 512 tokens each, learning rate 1e-5, 15 epochs = 435
-# rollouts, UAQ off. The paper does not state the updates per rollout; verl's example of this run makes four of 64.
+# The paper's GSM8K run: 256 prompts with one answer of up to 512 tokens each, learning rate 1e-5,
+# 15 epochs = 435 rollouts, UAQ off. The paper does not state the updates per rollout; verl's
+# example of this run makes four of 64.
 RECIPE = questions.Recipe(
     "ppo",
     {

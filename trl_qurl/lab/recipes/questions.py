@@ -36,7 +36,8 @@ DATASET = "openai/gsm8k"
 
 DEFAULTS: dict[str, Any] = {
     "model_name_or_path": "Qwen/Qwen2.5-0.5B-Instruct",
-    # A rollout of 256 completions gives four updates of 64; with a single update, clipping would have no effect.
+    # A rollout of 256 completions gives four updates of 64; with a single update, clipping would
+    # have no effect.
     "per_device_train_batch_size": 16,
     "gradient_accumulation_steps": 4,
     "steps_per_generation": 16,
@@ -54,30 +55,35 @@ class ScriptArguments:
     """Script arguments: questions, overlong punishment, saving and evaluations."""
 
     dataset: str = option(
-        DATASET, "Questions and answers: a Hub name, or a local .json, .jsonl, .csv or .parquet file."
+        DATASET,
+        "Questions and answers: a Hub name, or a local .json, .jsonl, .csv or .parquet file.",
     )
     dataset_config: str = option("main", "Configuration of a Hub dataset.")
     dataset_split: str = option("train", "Split of a Hub dataset.")
     dataset_limit: int | None = option(None, "Train only on the first N questions.")
-    question_column: str | None = option(None, "Column of the questions. Defaults to question, problem or prompt.")
+    question_column: str | None = option(
+        None, "Column of the questions. Defaults to question, problem or prompt."
+    )
     answer_column: str | None = option(
         None, "Column of the answers. Defaults to answer, final_answer, solution or ground_truth."
     )
     reward_funcs: list[str] | None = option(
         None,
-        "Reward functions, by default accuracy_reward; also reasoning_accuracy_reward, think_format_reward, "
-        "get_soft_overlong_punishment, and import paths (my_rewards.length), which get all columns of the data.",
+        "Reward functions, by default accuracy_reward; also reasoning_accuracy_reward, "
+        "think_format_reward, get_soft_overlong_punishment, and import paths (my_rewards.length), "
+        "which get all columns of the data.",
     )
     soft_overlong_cache: int | None = option(
         None,
-        "Soft overlong punishment (DAPO): lowers the reward by up to 1 over the last N tokens before "
-        "max_completion_length.",
+        "Soft overlong punishment (DAPO): lowers the reward by up to 1 over the last N tokens "
+        "before max_completion_length.",
     )
     save_quantized: bool = option(
         False, "Also save the policy's quantized checkpoint for `vllm serve`, to OUTPUT_DIR-FORMAT."
     )
     eval_tasks: list[str] = field(
-        default_factory=list, metadata={"help": "Benchmarks to run during training: names, files or name=source."}
+        default_factory=list,
+        metadata={"help": "Benchmarks to run during training: names, files or name=source."},
     )
     eval_tasks_steps: int = option(100, "Optimizer steps between these evaluations.")
     eval_tasks_limit: int | None = option(None, "Use only the first N questions of each benchmark.")
@@ -89,11 +95,18 @@ class ScriptArguments:
 
         logger.info("Loading the questions of %s.", self.dataset)
         source = self.dataset, self.dataset_split, self.dataset_config, self.dataset_limit
-        is_graded, columns = bool(GRADING & {*(self.reward_funcs or GRADING)}), bool(self.reward_funcs)
-        questions = load_questions(*source, self.question_column, self.answer_column, is_graded, columns)
+        is_graded, columns = (
+            bool(GRADING & {*(self.reward_funcs or GRADING)}),
+            bool(self.reward_funcs),
+        )
+        questions = load_questions(
+            *source, self.question_column, self.answer_column, is_graded, columns
+        )
         if is_graded:
             texts = sum(map(is_text, questions["solution"]))
-            logger.info("%d answers are compared as mathematics, %d as text.", len(questions) - texts, texts)
+            logger.info(
+                "%d answers are compared as mathematics, %d as text.", len(questions) - texts, texts
+            )
         return questions
 
 
@@ -103,7 +116,8 @@ class Recipe:
 
     command: str  # name of the subcommand and of the trainer: `grpo`, `ppo` or `rloo`
     defaults: dict[str, Any]  # changes to TRL's
-    script_arguments: type[ScriptArguments] = ScriptArguments  # besides those of the trainer and the model
+    # besides those of the trainer and the model
+    script_arguments: type[ScriptArguments] = ScriptArguments
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Add no options: `parse_arguments` handles all arguments of the subcommand."""
@@ -140,7 +154,11 @@ class Recipe:
         except TypeError as error:  # in a script it is a bug, but here a wrong column
             raise ValueError(str(error)) from error
         check_prompts(questions["prompt"], script_args.dataset, training_args, model_args)
-        tasks, steps, limit = script_args.eval_tasks, script_args.eval_tasks_steps, script_args.eval_tasks_limit
+        tasks, steps, limit = (
+            script_args.eval_tasks,
+            script_args.eval_tasks_steps,
+            script_args.eval_tasks_limit,
+        )
         evaluations = [TaskEvaluationCallback(tasks, steps, limit)] if tasks else []
         loading = {"revision": model_args.model_revision, "dtype": model_args.dtype}
         loading["attn_implementation"] = model_args.attn_implementation
@@ -165,64 +183,101 @@ class Recipe:
         if script_args.save_quantized:
             saved += f", and its quantized checkpoint to {trainer.save_quantized()}"
         if not model_args.use_peft:  # an adapter would have to be merged first
-            tasks = ",".join(tasks) or ("gsm8k" if script_args.dataset == DATASET else "FILE  # other questions")
-            is_graded = GRADING & {*(script_args.reward_funcs or GRADING)}  # `eval` knows no other reward
+            tasks = ",".join(tasks) or (
+                "gsm8k" if script_args.dataset == DATASET else "FILE  # other questions"
+            )
+            # `eval` knows no other reward
+            is_graded = GRADING & {*(script_args.reward_funcs or GRADING)}
             command = f"eval {{}} --tasks {tasks}" if is_graded else "report {}"
             saved += f"\nNext: trl-qurl {command.format(training_args.output_dir)}"
         trainer.accelerator.print(saved)
         return trainer
 
     def _learn(self, trainer: Any, checkpoint: str | None) -> None:
-        """Train; after Ctrl-C, name the latest checkpoint, and after a fault in a reward function its place."""
+        """Train; after Ctrl-C, name the latest checkpoint, and after a fault in a reward function
+        its place.
+        """
         from trl_qurl.lab.live import live_line
 
-        if trainer.model.config.get_text_config().tie_word_embeddings:  # a tied head is in no checkpoint
+        # a tied head is in no checkpoint
+        if trainer.model.config.get_text_config().tie_word_embeddings:
             missing = "There were missing keys in the checkpoint model loaded: ['lm_head.weight']."
-            logging.getLogger("transformers.trainer").addFilter(lambda record: record.getMessage() != missing)
+            logging.getLogger("transformers.trainer").addFilter(
+                lambda record: record.getMessage() != missing
+            )
         try:
             with live_line(trainer):
                 trainer.train(resume_from_checkpoint=checkpoint)
         except KeyboardInterrupt:
             *_, latest = "", *complete_checkpoints(trainer.args.output_dir)
-            way = f"to continue from {latest}, add --resume_from_checkpoint true" if latest else "no checkpoint yet"
+            way = (
+                f"to continue from {latest}, add --resume_from_checkpoint true"
+                if latest
+                else "no checkpoint yet"
+            )
             raise KeyboardInterrupt(way) from None
         except Exception as error:
-            files = {function.__code__.co_filename for function in trainer.reward_funcs if isfunction(function)}
-            *_, at = None, *(frame for frame in extract_tb(error.__traceback__) if frame.filename in files)
+            files = {
+                function.__code__.co_filename
+                for function in trainer.reward_funcs
+                if isfunction(function)
+            }
+            *_, at = (
+                None,
+                *(frame for frame in extract_tb(error.__traceback__) if frame.filename in files),
+            )
             if at is None:
                 raise
-            raise ValueError(f"A reward function failed in {at.filename}, line {at.lineno}: {error!r}") from error
+            raise ValueError(
+                f"A reward function failed in {at.filename}, line {at.lineno}: {error!r}"
+            ) from error
 
-    def _check_arguments(self, script_args: Any, training_args: Any, model_args: ModelConfig) -> str | None:
-        """Report wrong names before starting an engine, and return the checkpoint to resume from."""
+    def _check_arguments(
+        self, script_args: Any, training_args: Any, model_args: ModelConfig
+    ) -> str | None:
+        """Report wrong names before starting an engine, and
+        return the checkpoint to resume from.
+        """
         from transformers.integrations import get_available_reporting_integrations
 
         if GRADING & {*(script_args.reward_funcs or GRADING)}:
             require("Grading answers", "math_verify", extra="math")
         available = get_available_reporting_integrations()
-        if missing := {*training_args.report_to}.difference(available, ("azure_ml", "flyte")):  # never listed
+        # never listed
+        if missing := {*training_args.report_to}.difference(available, ("azure_ml", "flyte")):
             ways = f"install its package, or use {', '.join(available)} or none"
-            raise ValueError(f"--report_to {' '.join(missing)} is unknown or not installed: {ways}.")
+            raise ValueError(
+                f"--report_to {' '.join(missing)} is unknown or not installed: {ways}."
+            )
         if script_args.save_quantized and training_args.rollout_quantization is None:
             raise ValueError(
-                "save_quantized uses the rollout format, but rollout_quantization is None: set it to a format, or run "
-                "`trl-qurl quantize` on the saved policy."
+                "save_quantized uses the rollout format, but rollout_quantization is None: set it "
+                "to a format, or run `trl-qurl quantize` on the saved policy."
             )
-        checkpoint = checkpoint_to_resume(training_args.resume_from_checkpoint, training_args.output_dir)
+        checkpoint = checkpoint_to_resume(
+            training_args.resume_from_checkpoint, training_args.output_dir
+        )
         if checkpoint:
-            tell_other_format(Path(training_args.output_dir, RUN_LOG), training_args.rollout_quantization)
-        for name in filter(None, (model_args.model_name_or_path, vars(script_args).get("value_model"))):
+            tell_other_format(
+                Path(training_args.output_dir, RUN_LOG), training_args.rollout_quantization
+            )
+        for name in filter(
+            None, (model_args.model_name_or_path, vars(script_args).get("value_model"))
+        ):
             check_model(name)
         return checkpoint
 
 
 def _set_up_logging(training_args: Any) -> None:
-    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")  # only with TRL_QURL_DEBUG=1; see quiet()
+    # only with TRL_QURL_DEBUG=1; see quiet()
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     if training_args.world_size == 1:
         for handler in logging.root.handlers:
             handler.addFilter(_without_rank)
     # Log slow steps and the route of weights to the engine in one process only.
-    logging.getLogger("trl_qurl").setLevel(logging.WARNING if training_args.process_index else logging.INFO)
+    logging.getLogger("trl_qurl").setLevel(
+        logging.WARNING if training_args.process_index else logging.INFO
+    )
     if training_args.use_cpu and cpu_settings():
         precision = "bfloat16 autocast" if training_args.bf16 else "float32"
         logger.info("No accelerator found: training on the CPU, in %s (use_cpu, bf16).", precision)
@@ -234,15 +289,19 @@ def _without_rank(record: logging.LogRecord) -> bool:
 
 
 def complete_checkpoints(output_dir: str) -> list[str]:
-    """Return the checkpoints that a run can resume from, the latest last: trainer_state.json is written last."""
+    """Return the checkpoints that a run can resume from, the latest last: trainer_state.json is
+    written last.
+    """
     states = Path(output_dir).glob("checkpoint-*/trainer_state.json")
     return sorted((str(state.parent) for state in states), key=lambda path: (len(path), path))
 
 
 def checkpoint_to_resume(requested: str | bool | None, output_dir: str) -> str | None:
-    """Return the checkpoint for `resume_from_checkpoint`: a path, or `true` for the latest one in `output_dir`.
+    """Return the checkpoint for `resume_from_checkpoint`: a path, or `true` for the latest one in
+    `output_dir`.
 
-    `true` without a checkpoint is an error, because starting over would replace the log and policy in `output_dir`.
+    `true` without a checkpoint is an error, because starting over would replace the log and policy
+    in `output_dir`.
     """
     if str(requested or False).lower() == "false":
         return None
@@ -251,8 +310,9 @@ def checkpoint_to_resume(requested: str | bool | None, output_dir: str) -> str |
     checkpoint = next(reversed(complete), None) if is_latest else str(requested)
     if checkpoint is None or not Path(checkpoint, "trainer_state.json").is_file():
         raise FileNotFoundError(
-            f"resume_from_checkpoint={requested}: no complete checkpoint, which has a trainer_state.json. Complete "
-            f"checkpoints in {output_dir}: {', '.join(complete) or 'none'}. To start over, remove the option."
+            f"resume_from_checkpoint={requested}: no complete checkpoint, which has a "
+            f"trainer_state.json. Complete checkpoints in {output_dir}: "
+            f"{', '.join(complete) or 'none'}. To start over, remove the option."
         )
     return checkpoint
 
@@ -261,11 +321,17 @@ def tell_other_format(log: Path, formats: Any) -> None:
     """Warn if the run that is resumed had rollouts in other formats, according to its log."""
     before = read_run(log).settings.get("rollout_quantization") if log.exists() else formats
     if before != formats:
-        logger.warning("Resuming with rollout_quantization=%s; it was %s.", formats or "none", before or "none")
+        logger.warning(
+            "Resuming with rollout_quantization=%s; it was %s.", formats or "none", before or "none"
+        )
 
 
-def check_prompts(prompts: Sequence[Any], source: str, training_args: Any, model_args: ModelConfig) -> None:
-    """Raise `ValueError` for a tokenizer without a chat template, which the recipes need, or too small a context."""
+def check_prompts(
+    prompts: Sequence[Any], source: str, training_args: Any, model_args: ModelConfig
+) -> None:
+    """Raise `ValueError` for a tokenizer without a chat template, which the recipes need, or too
+    small a context.
+    """
     from transformers import AutoTokenizer, PretrainedConfig
 
     from trl_qurl.lab.evaluation.tasks import encode_prompt
@@ -275,15 +341,18 @@ def check_prompts(prompts: Sequence[Any], source: str, training_args: Any, model
     tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
     if tokenizer.chat_template is None:
         raise ValueError(
-            f"The tokenizer of {name} has no chat template: use the Instruct variant of the model, or set a "
-            "chat_template on its tokenizer and save both together."
+            f"The tokenizer of {name} has no chat template: use the Instruct variant of the model, "
+            "or set a chat_template on its tokenizer and save both together."
         )
     settings = PretrainedConfig.get_config_dict(name, revision=revision)[0]
     model_context = settings.get("text_config", settings).get("max_position_embeddings")
     context = training_args.vllm_max_model_length or model_context or sys.maxsize
     setting = "--vllm_max_model_length, or the model's"
     if (limit := training_args.max_completion_length or 0) >= context:
-        problem = f"--max_completion_length allows {limit} tokens, which fill the context of {context} ({setting})"
+        problem = (
+            f"--max_completion_length allows {limit} tokens, which fill the context of {context} "
+            f"({setting})"
+        )
         raise ValueError(f"{problem}: use {context // 2}, for example.")
     template = training_args.chat_template_kwargs or {}
     for row, prompt in enumerate(prompts, start=1):

@@ -2,7 +2,8 @@
 
 from trl_qurl.lab.recipes.questions import DEFAULTS, Recipe
 
-# One update per rollout, as in REINFORCE: with hundreds of tokens per answer, its ratio soon leaves the clip range.
+# One update per rollout, as in REINFORCE: with hundreds of tokens per answer, its ratio soon leaves
+# the clip range.
 RECIPE = Recipe(
     "rloo",
     {

@@ -1,8 +1,8 @@
 """Check tensors at both ends of their way to an engine.
 
-The worst bugs in this field are silent: an engine that samples from stale or half-loaded weights. Digests compare each
-tensor as it left the trainer with the tensor as it entered the engine. The probe (`probe`) shares no code with this
-check and covers what happens afterward.
+The worst bugs in this field are silent: an engine that samples from stale or half-loaded weights.
+Digests compare each tensor as it left the trainer with the tensor as it entered the engine. The
+probe (`probe`) shares no code with this check and covers what happens afterward.
 """
 
 import functools
@@ -21,47 +21,63 @@ from trl_qurl.rollout.wire import NOT_RECEIVED
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 WORD = 8  # bytes
 PIECE = 2**20  # elements that are widened to words at a time
-WORDS = 2**16  # of 64 bits that a CPU adds up at a time, and a GPU 32 times as many: they stay in the cache
+# of 64 bits that a CPU adds up at a time, and a GPU 32 times as many: they stay in the cache
+WORDS = 2**16
 
 
-def find_not_finite(named_tensors: NamedTensors, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Pass tensors of a checkpoint through, and after the last add to `names` each one with NaN or infinity.
+def find_not_finite(
+    named_tensors: NamedTensors, names: list[str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Pass tensors of a checkpoint through, and after the last add to `names` each one with NaN or
+    infinity.
 
-    Codes are not read: a quantized weight shows both in its scale. The stream does not stop there, because a server's
-    workers would wait for the rest forever.
+    Codes are not read: a quantized weight shows both in its scale. The stream does not stop there,
+    because a server's workers would wait for the rest forever.
     """
     limits: dict[str, torch.Tensor] = {}  # (2,)
     for name, tensor in named_tensors:
         is_exponent = name.endswith(".weight_scale") and tensor.dtype is torch.uint8
-        values = tensor.detach().view(torch.float8_e8m0fnu).float() if is_exponent else tensor.detach()
+        values = (
+            tensor.detach().view(torch.float8_e8m0fnu).float() if is_exponent else tensor.detach()
+        )
         if values.is_floating_point() and values.itemsize > 1 and values.numel():
             limits[name] = torch.stack(values.aminmax()).float()
         yield name, tensor
     if limits:  # one wait for all
         device = next(iter(limits.values())).device
-        are_finite = torch.stack([each.to(device) for each in limits.values()]).isfinite().all(1).tolist()
-        names.extend(name.removesuffix("_scale") for name, fine in zip(limits, are_finite, strict=True) if not fine)
+        are_finite = (
+            torch.stack([each.to(device) for each in limits.values()]).isfinite().all(1).tolist()
+        )
+        names.extend(
+            name.removesuffix("_scale")
+            for name, fine in zip(limits, are_finite, strict=True)
+            if not fine
+        )
 
 
 def require_finite(names: list[str]) -> None:
     """Raise `SyncError` if `find_not_finite` found a tensor."""
     if names:
         raise SyncError(
-            f"{names[0]} holds NaN or infinity: training has diverged, and an engine would generate noise. Resume "
-            "from the last checkpoint before `grad_norm` grew, with a lower learning rate."
+            f"{names[0]} holds NaN or infinity: training has diverged, and an engine would "
+            "generate noise. Resume from the last checkpoint before `grad_norm` grew, with a lower "
+            "learning rate."
         )
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
-    """Return a digest of a tensor's dtype, shape, and bytes, the same on every device and in every process."""
+    """Return a digest of a tensor's dtype, shape, and bytes, the same on every device and in every
+    process.
+    """
     return _read([_digest(tensor)])[0]
 
 
 def bit_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum of a tensor's bits, read as integers, modulo 2^64: a scalar on its device, without a copy.
+    """Return the sum of a tensor's bits, read as integers, modulo 2^64: a scalar on its device,
+    without a copy.
 
-    It costs a seventh of a digest and is as exact: one changed bit changes it. But it does not see the order, and two
-    changes may cancel.
+    It costs a seventh of a digest and is as exact: one changed bit changes it. But it does not see
+    the order, and two changes may cancel.
     """
     integers = as_integers(tensor)
     by_stride = sorted(range(integers.dim()), key=integers.stride, reverse=True)
@@ -88,9 +104,9 @@ def as_integers(tensor: torch.Tensor) -> torch.Tensor:
 def _digest(tensor: torch.Tensor) -> torch.Tensor:
     """Return the digest's two numbers, (2,), still on the tensor's device, without waiting for it.
 
-    Words of 64 bits are multiplied by odd constants and added, all modulo 2^64: exact, so the order does not matter.
-    One changed bit always changes the first sum. Two highest bits (signs) would cancel, so the second sum is that of
-    the words' upper halves.
+    Words of 64 bits are multiplied by odd constants and added, all modulo 2^64: exact, so the order
+    does not matter. One changed bit always changes the first sum. Two highest bits (signs) would
+    cancel, so the second sum is that of the words' upper halves.
     """
     data = tensor.detach().contiguous().flatten().view(torch.uint8)
     if len(data) % 8 or data.storage_offset() % 8:
@@ -98,14 +114,19 @@ def _digest(tensor: torch.Tensor) -> torch.Tensor:
     words = data.view(torch.int64)
     table, order = _constants(words.device)
     whole = len(words) // WORDS * WORDS
-    parts = [*words[:whole].view(-1, WORDS).split(1 if words.device.type == "cpu" else 32), words[None, whole:]]
+    parts = [
+        *words[:whole].view(-1, WORDS).split(1 if words.device.type == "cpu" else 32),
+        words[None, whole:],
+    ]
     sums, buffer = [], torch.empty_like(parts[0])
     for rows in parts:
         factors, products = table[: rows.shape[1]], buffer[: len(rows), : rows.shape[1]]
         sums.append(torch.mul(rows, factors, out=products).sum(1))
         sums.append(torch.bitwise_right_shift(rows, 32, out=products).mul_(factors).sum(1))
     lanes = torch.stack([torch.cat(sums[::2]), torch.cat(sums[1::2])])
-    return (lanes * order[: lanes.shape[1]]).sum(1) + crc32(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+    return (lanes * order[: lanes.shape[1]]).sum(1) + crc32(
+        f"{tensor.dtype}{tuple(tensor.shape)}".encode()
+    )
 
 
 @functools.cache
@@ -117,17 +138,27 @@ def _constants(device: torch.device) -> torch.Tensor:
 
 def _read(digests: list[torch.Tensor]) -> list[str]:
     """Read all digests, with one wait for their device."""
-    return [str(numbers) for numbers in torch.stack([each.to(digests[0].device) for each in digests]).tolist()]
+    return [
+        str(numbers)
+        for numbers in torch.stack([each.to(digests[0].device) for each in digests]).tolist()
+    ]
 
 
 def base_digests(named_tensors: NamedTensors, dtype: torch.dtype) -> dict[str, str]:
-    """Return digests of a checkpoint's tensors as an engine of this dtype holds them; codes are not cast."""
+    """Return digests of a checkpoint's tensors as an engine of this dtype holds them; codes are not
+    cast.
+    """
     sixteen_bits = (torch.float32, torch.bfloat16, torch.float16)
-    return {name: tensor_digest(t.to(dtype) if t.dtype in sixteen_bits else t) for name, t in named_tensors}
+    return {
+        name: tensor_digest(t.to(dtype) if t.dtype in sixteen_bits else t)
+        for name, t in named_tensors
+    }
 
 
 class MeteredStream:
-    """A stream of named tensors that counts its bytes and seconds, and adds digests by name to `digests`, if given."""
+    """A stream of named tensors that counts its bytes and seconds, and adds digests by name to
+    `digests`, if given.
+    """
 
     def __init__(self, named_tensors: NamedTensors, digests: dict[str, str] | None) -> None:
         self._named_tensors = iter(named_tensors)
@@ -164,11 +195,17 @@ def compare_digests(sent: Mapping[str, str], received: Mapping[str, str]) -> Non
 
 
 def differences(sent: Mapping[str, str], received: Mapping[str, str]) -> str:
-    """Describe the missing, unexpected, and different tensors in a clause for a message; empty if there are none."""
+    """Describe the missing, unexpected, and different tensors in a clause for a message; empty if
+    there are none.
+    """
     faults = {
         "missing": sent.keys() - received.keys(),
         "unexpected": received.keys() - sent.keys(),
-        "different": {name for name in sent.keys() & received.keys() if sent[name] != received[name]},
+        "different": {
+            name for name in sent.keys() & received.keys() if sent[name] != received[name]
+        },
     }
-    parts = [f"{len(names)} {fault} (first {min(names)})" for fault, names in faults.items() if names]
+    parts = [
+        f"{len(names)} {fault} (first {min(names)})" for fault, names in faults.items() if names
+    ]
     return f"of {len(sent)} tensors, {', '.join(parts)}" if parts else ""

@@ -1,9 +1,10 @@
 """Send tensors to a server's workers over NCCL, with vLLM's packed broadcast.
 
-The broadcast runs on a separate thread and separate streams, because one to a dead worker only ends by an abort. The
-caller's thread makes the tensors: gathering a parameter is a collective operation, which every process must start in
-the same order and on the same stream. So a tensor is handed over only after the stream that made it has finished, and
-its memory is not reused before the broadcast's stream has read it.
+The broadcast runs on a separate thread and separate streams, because one to a dead worker only ends
+by an abort. The caller's thread makes the tensors: gathering a parameter is a collective operation,
+which every process must start in the same order and on the same stream. So a tensor is handed over
+only after the stream that made it has finished, and its memory is not reused before the broadcast's
+stream has read it.
 """
 
 import queue
@@ -19,8 +20,8 @@ from trl_qurl.rollout.background import in_background
 from trl_qurl.rollout.errors import SyncError
 
 Item = tuple[str, torch.Tensor]
-# At both ends: vLLM's default of 1 GiB would not fit beside a full cache, and below 0.33 it does not order the streams
-# of several buffers, so a layer may read one that is being filled again.
+# At both ends: vLLM's default of 1 GiB would not fit beside a full cache, and below 0.33 it does
+# not order the streams of several buffers, so a layer may read one that is being filled again.
 PACKING = {"buffer_size_bytes": 2**28, "num_buffers": 1}
 
 
@@ -35,7 +36,9 @@ class Broadcast:
         from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
         tensors = self._queued_tensors()
-        packed_nccl_broadcast_producer(tensors, communicator, src=0, post_iter_func=_keep_tensor, **PACKING)
+        packed_nccl_broadcast_producer(
+            tensors, communicator, src=0, post_iter_func=_keep_tensor, **PACKING
+        )
 
     def _queued_tensors(self) -> Iterator[Item]:
         while (item := self._ready.get()) is not None:
@@ -44,7 +47,9 @@ class Broadcast:
             yield item
 
     def send(self, named_tensors: NamedTensors, request: Future) -> None:
-        """Hand over all tensors. If the workers' `request` to receive them ends early, raise its error."""
+        """Hand over all tensors. If the workers' `request` to receive them ends early, raise its
+        error.
+        """
         try:
             for name, tensor in named_tensors:
                 if torch.accelerator.is_available():
@@ -52,7 +57,8 @@ class Broadcast:
                 self._put((name, tensor), request)
             self._put(None, request)
         except BaseException as error:
-            with suppress(queue.Empty):  # full if the thread waits inside NCCL, until that is aborted
+            # full if the thread waits inside NCCL, until that is aborted
+            with suppress(queue.Empty):
                 self._ready.get_nowait()
             self._ready.put(error)
             raise

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 TRL_MEMORY_SHARE = 0.3  # TRL's default for vllm_gpu_memory_utilization
-PROMPT = 1024  # tokens of a long prompt: with longer ones, a CPU's cache holds fewer completions at a time
+# tokens of a long prompt: with longer ones, a CPU's cache holds fewer completions at a time
+PROMPT = 1024
 
 
 class ColocatedEngine(wire.Engine):
@@ -30,7 +31,9 @@ class ColocatedEngine(wire.Engine):
         self._sleeps = sleeps  # between rollouts; then the key-value cache must be woken first
 
     def load_stream(self, named_tensors: NamedTensors, update: wire.WeightUpdate) -> None:  # noqa: D102
-        self.call_workers("load_rollout_weights", update=update._asdict(), weights_iterator=named_tensors)
+        self.call_workers(
+            "load_rollout_weights", update=update._asdict(), weights_iterator=named_tensors
+        )
         self.clear_caches()
 
     def load_adapter(self, path: Path, update: wire.WeightUpdate) -> None:  # noqa: D102
@@ -43,7 +46,10 @@ class ColocatedEngine(wire.Engine):
 
     def clear_caches(self) -> None:  # noqa: D102
         if not self._llm.reset_prefix_cache():
-            raise SyncError("vLLM did not clear the prefix cache of the old weights. Resume from the last checkpoint.")
+            raise SyncError(
+                "vLLM did not clear the prefix cache of the old weights. Resume from the last "
+                "checkpoint."
+            )
         self._llm.llm_engine.reset_encoder_cache()  # image features from the old weights
 
     def call_workers(self, method: str, **kwargs: Any) -> list[Any]:  # noqa: D102
@@ -54,18 +60,26 @@ class ColocatedEngine(wire.Engine):
 
         if self._sleeps:
             self._llm.wake_up(tags=["kv_cache"])  # as TRL does before it generates
-        params = SamplingParams(max_tokens=steps, temperature=0.0, logprobs=wire.PROBE_TOP, ignore_eos=True)
-        outputs = self._llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+        params = SamplingParams(
+            max_tokens=steps, temperature=0.0, logprobs=wire.PROBE_TOP, ignore_eos=True
+        )
+        outputs = self._llm.generate(
+            [{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False
+        )
         continuations = []
         for prompt, output in zip(prompts, outputs, strict=True):
             completion = output.outputs[0]
-            logps = [{token: entry.logprob for token, entry in entries.items()} for entries in completion.logprobs]
+            logps = [
+                {token: entry.logprob for token, entry in entries.items()}
+                for entries in completion.logprobs
+            ]
             continuations.append(wire.Continuation(prompt, list(completion.token_ids), logps))
         return continuations
 
 
 def with_adapter(engine: type["LLM"], rank: int) -> tuple[type["LLM"], dict[str, Any]]:
-    """Return a subclass of vLLM's `LLM` that generates with its `adapter` of this rank, and arguments for its start.
+    """Return a subclass of vLLM's `LLM` that generates with its `adapter` of this rank, and
+    arguments for its start.
 
     It keeps the adapter's base in host memory while it sleeps.
     """
@@ -81,45 +95,66 @@ def with_adapter(engine: type["LLM"], rank: int) -> tuple[type["LLM"], dict[str,
             return super().sleep(1, **kwargs)  # TRL's level would discard all weights
 
     load = {"load_format": wire.CPU_LOAD_FORMAT} if current_platform.is_cpu() else {}
-    return AdapterLLM, {"enable_lora": True, "max_lora_rank": engine_rank(rank), "max_loras": 1, **load}
+    return AdapterLLM, {
+        "enable_lora": True,
+        "max_lora_rank": engine_rank(rank),
+        "max_loras": 1,
+        **load,
+    }
 
 
-def prepare_process(model: "PreTrainedModel", weights: WeightStream, arguments: dict, processes: int) -> None:
-    """Check that vLLM can run a model in this process with these arguments, and prepare the process for its start."""
+def prepare_process(
+    model: "PreTrainedModel", weights: WeightStream, arguments: dict, processes: int
+) -> None:
+    """Check that vLLM can run a model in this process with these arguments, and prepare the process
+    for its start.
+    """
     from vllm.model_executor.models import ModelRegistry
     from vllm.utils.network_utils import get_open_port
 
     names = model.config.architectures or [type(model).__name__]
-    hardware.check_cpu_build(model.config, weights.plan.schemes, arguments | {"architectures": names})
+    hardware.check_cpu_build(
+        model.config, weights.plan.schemes, arguments | {"architectures": names}
+    )
     os.environ.update(hardware.kernel_environment(*weights.plan.targets))
-    if processes == 1:  # TRL tries 29500 first, and runs that start at the same time all find it free
+    # TRL tries 29500 first, and runs that start at the same time all find it free
+    if processes == 1:
         os.environ["MASTER_PORT"] = os.environ.get("MASTER_PORT") or str(get_open_port())
-    # To compile a model, vLLM's transformers backend modifies its class. The trainer's model is of the same class, and
-    # its forward pass would fail. So register that backend without torch.compile, if it runs this model.
+    # To compile a model, vLLM's transformers backend modifies its class. The trainer's model is of
+    # the same class, and its forward pass would fail. So register that backend without
+    # torch.compile, if it runs this model.
     for name, cls in hardware.transformers_backend(names, arguments).items():
         uncompiled = {"_decorate_for_torch_compile": lambda model: None}
         ModelRegistry.register_model(name, type(cls.__name__, (cls,), uncompiled))
 
 
-def build_engine(cls: type, start: Path | None, engine_kwargs: dict[str, Any], length: int, **trl_kwargs: Any) -> Any:
-    """Build vLLM's `LLM` with TRL's arguments, our starting checkpoint as the model, and the user's extras.
+def build_engine(
+    cls: type, start: Path | None, engine_kwargs: dict[str, Any], length: int, **trl_kwargs: Any
+) -> Any:
+    """Build vLLM's `LLM` with TRL's arguments, our starting checkpoint as the model, and the user's
+    extras.
 
     `length` is that of the longest completion, in tokens.
     """
     if start is not None:
         trl_kwargs["model"] = str(start)
     if trl_kwargs.get("gpu_memory_utilization") == TRL_MEMORY_SHARE:  # the user has chosen nothing
-        given = {name: trl_kwargs.get(name, False) for name in ("max_model_len", "trust_remote_code")} | engine_kwargs
+        given = {
+            name: trl_kwargs.get(name, False) for name in ("max_model_len", "trust_remote_code")
+        } | engine_kwargs
         load = trl_kwargs["max_num_seqs"], PROMPT + length
-        trl_kwargs |= hardware.cpu_cache_arguments(trl_kwargs["model"], given, *load, TRL_MEMORY_SHARE)
+        trl_kwargs |= hardware.cpu_cache_arguments(
+            trl_kwargs["model"], given, *load, TRL_MEMORY_SHARE
+        )
     return cls(**trl_kwargs | engine_kwargs, worker_extension_cls=wire.WORKER_EXTENSION)
 
 
 def release_when_deleted(llm: "LLM") -> None:
     """Make a new engine free its memory when it is deleted, and leave the process groups alone.
 
-    vLLM's own finalizer also destroys the process groups: those of the trainer, which continues in several processes,
-    and of an engine started since then (as when a notebook cell is rerun). Here that happens at the process's end.
+    vLLM's own finalizer also destroys the process groups: those of the trainer, which continues in
+    several processes, and of an engine started since then (as when a notebook cell is rerun). Here
+    that happens at the process's end.
     """
     _destroy_process_groups_at_exit()
     client = llm.llm_engine.engine_core
@@ -133,7 +168,8 @@ def _release(core: Any) -> None:
     core.structured_output_manager.clear_backend()
     core.model_executor.shutdown()
     core.scheduler.shutdown()
-    gc.unfreeze()  # vLLM froze all objects when the engine started; cycles among them could never be freed
+    # vLLM froze all objects when the engine started; cycles among them could never be freed
+    gc.unfreeze()
 
 
 @functools.cache

@@ -1,12 +1,15 @@
-"""Fixes for four bugs in the CPU build of vLLM 0.31, with vLLM's own functions; imported only there. In a reload:
+"""Fixes for four bugs in the CPU build of vLLM 0.31, with vLLM's own functions; imported only
+there. In a reload:
 
-- The oneDNN INT8 kernel (CPUs without AMX) keeps a pointer to scales that a reload frees, so its outputs become noise.
-- A tied output head multiplies with a packed copy of the embedding that a reload does not update, so it keeps the
-  weights that the engine started with.
-- 16-bit experts are packed for their kernel only at the first load. Later loads leave them unpacked, and the kernel
-  reads noise.
+- The oneDNN INT8 kernel (CPUs without AMX) keeps a pointer to scales that a reload frees, so its
+  outputs become noise.
+- A tied output head multiplies with a packed copy of the embedding that a reload does not update,
+  so it keeps the weights that the engine started with.
+- 16-bit experts are packed for their kernel only at the first load. Later loads leave them
+  unpacked, and the kernel reads noise.
 
-At startup, adapter layers read the device of the base layer's weight, but the INT8 kernel has removed that weight.
+At startup, adapter layers read the device of the base layer's weight, but the INT8 kernel has
+removed that weight.
 """
 
 from collections.abc import Iterator
@@ -18,7 +21,9 @@ import torch
 from vllm.config import LoadConfig
 from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel
 from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
-from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsW8A8Int8
+from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
+    CompressedTensorsW8A8Int8,
+)
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     UnquantizedEmbeddingMethod,
@@ -40,25 +45,37 @@ class ReloadableCPUInt8Kernel(CPUInt8ScaledMMLinearKernel):
 
 
 def replace_kernels(model: torch.nn.Module) -> None:
-    """Replace vLLM's INT8 kernels with ours, and drop those of 16-bit experts, so that a reload packs them again."""
-    # To register ours with vLLM, a variable that disables vLLM's own is needed, which later processes would inherit.
+    """Replace vLLM's INT8 kernels with ours, and drop those of 16-bit experts, so that a reload
+    packs them again.
+    """
+    # To register ours with vLLM, a variable that disables vLLM's own is needed, which later
+    # processes would inherit.
     for layer in model.modules():
         scheme, method = getattr(layer, "scheme", None), getattr(layer, "quant_method", None)
-        if isinstance(scheme, CompressedTensorsW8A8Int8) and type(scheme.kernel) is CPUInt8ScaledMMLinearKernel:
-            scheme.kernel = ReloadableCPUInt8Kernel(scheme.kernel.config, scheme.kernel.layer_param_names)
+        if (
+            isinstance(scheme, CompressedTensorsW8A8Int8)
+            and type(scheme.kernel) is CPUInt8ScaledMMLinearKernel
+        ):
+            scheme.kernel = ReloadableCPUInt8Kernel(
+                scheme.kernel.config, scheme.kernel.layer_param_names
+            )
         if isinstance(method, UnquantizedFusedMoEMethod):
             method.moe_kernel = None
 
 
 def repack_output_head(model: torch.nn.Module) -> None:
-    """Give a tied output head the packed copy that a reload of the embedding has made; let any other pack its own."""
+    """Give a tied output head the packed copy that a reload of the embedding has made; let any
+    other pack its own.
+    """
     packed = {
         id(layer.weight): layer.cpu_linear
         for layer in model.modules()
         if type(layer) is VocabParallelEmbedding and hasattr(layer, "cpu_linear")
     }
     for layer in model.modules():
-        if isinstance(layer, ParallelLMHead) and isinstance(layer.quant_method, UnquantizedEmbeddingMethod):
+        if isinstance(layer, ParallelLMHead) and isinstance(
+            layer.quant_method, UnquantizedEmbeddingMethod
+        ):
             if id(layer.weight) in packed:
                 layer.cpu_linear = packed[id(layer.weight)]
             else:
@@ -83,6 +100,9 @@ class CPUModelLoader(DefaultModelLoader):
     def load_model(self, *args: Any, **kwargs: Any) -> torch.nn.Module:  # noqa: D102
         model = super().load_model(*args, **kwargs)
         for layer in model.modules():
-            if isinstance(getattr(layer, "scheme", None), CompressedTensorsW8A8Int8) and layer.weight is None:
+            if (
+                isinstance(getattr(layer, "scheme", None), CompressedTensorsW8A8Int8)
+                and layer.weight is None
+            ):
                 layer.weight = torch.nn.Parameter(torch.empty(0), requires_grad=False)
         return model

@@ -1,4 +1,6 @@
-"""HTTP from the trainer to the server: requests that are bounded in time, and answers that are vLLM's."""
+"""HTTP from the trainer to the server: requests that are bounded in time, and answers that are
+vLLM's.
+"""
 
 import json
 import re
@@ -21,11 +23,13 @@ def add_key(request: requests.PreparedRequest) -> requests.PreparedRequest:
 
 
 class BoundedRequests(HTTPAdapter):
-    """Limits the time of every request, in seconds, never sends one again, and never sends one to a proxy.
+    """Limits the time of every request, in seconds, never sends one again, and never sends one to a
+    proxy.
 
-    Only a connection that was not made is tried again, because the server cannot have acted on that request. TRL's
-    client would repeat requests five times: it would wait for a hung server six times over, and a server restarted in
-    the meantime would answer from other weights. The proxies of the environment would see the key.
+    Only a connection that was not made is tried again, because the server cannot have acted on that
+    request. TRL's client would repeat requests five times: it would wait for a hung server six
+    times over, and a server restarted in the meantime would answer from other weights. The proxies
+    of the environment would see the key.
     """
 
     def __init__(self, limit: float, connections: int = 3) -> None:
@@ -41,7 +45,9 @@ class BoundedRequests(HTTPAdapter):
         self._limit = limit
 
     def send(self, *args: Any, **kwargs: Any) -> requests.Response:
-        """Return the answer with all of its body. Raises `requests.Timeout` if that takes longer than the limit."""
+        """Return the answer with all of its body. Raises `requests.Timeout` if that takes longer
+        than the limit.
+        """
         answer: Future[requests.Response] = Future()
 
         def exchange() -> None:
@@ -86,9 +92,11 @@ TEXTS = {"/reset_encoder_cache": "", "/v1/load_lora_adapter": "Success: .*"}
 
 
 def read_answer(path: str, body: bytes) -> dict[str, Any]:
-    """Return what a path answered with status 200, empty for a text. Raises `ValueError` if that is not vLLM's answer.
+    """Return what a path answered with status 200, empty for a text. Raises `ValueError` if that is
+    not vLLM's answer.
 
-    A proxy's page also has that status, and so has an answer that lost its end without a `Content-Length`.
+    A proxy's page also has that status, and so has an answer that lost its end without a
+    `Content-Length`.
     """
     if path in TEXTS:
         if re.fullmatch(TEXTS[path], body.decode()) is None:

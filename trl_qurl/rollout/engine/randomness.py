@@ -1,9 +1,10 @@
 """The noise that a colocated engine samples with.
 
-vLLM draws it from global generators of its process, here the trainer's: Model Runner V1 from torch's, and V2, the
-default on GPUs, from NumPy's. A reward function that calls `np.random.seed(0)` would give every rollout the same
-noise, and one that draws on some ranks only would let the ranks of a tensor-parallel engine sample different tokens.
-So each generation gets noise of its own, and leaves the generators as it found them.
+vLLM draws it from global generators of its process, here the trainer's: Model Runner V1 from
+torch's, and V2, the default on GPUs, from NumPy's. A reward function that calls `np.random.seed(0)`
+would give every rollout the same noise, and one that draws on some ranks only would let the ranks
+of a tensor-parallel engine sample different tokens. So each generation gets noise of its own, and
+leaves the generators as it found them.
 """
 
 from collections import Counter
@@ -22,7 +23,8 @@ class EngineNoise:
 
     Args:
         seed: The run's seed.
-        engine: Number of the engine. All ranks of a tensor-parallel engine must draw the same noise.
+        engine: Number of the engine. All ranks of a tensor-parallel engine must draw the same
+            noise.
     """
 
     def __init__(self, seed: int, engine: int) -> None:
@@ -56,7 +58,9 @@ class EngineNoise:
 
 
 def _generators() -> AbstractContextManager[None]:
-    """Restore torch's generators of the CPU and of this process's device at the end of the block."""
+    """Restore torch's generators of the CPU and of this
+    process's device at the end of the block.
+    """
     if not torch.accelerator.is_available():
         return torch.random.fork_rng([])
     return torch.random.fork_rng([torch.accelerator.current_device_index()])

@@ -1,7 +1,9 @@
-"""vLLM behind its HTTP server: TRL's client, which loads weights in one request and reports what arrived.
+"""vLLM behind its HTTP server: TRL's client, which loads weights in one request and reports what
+arrived.
 
-Weights are sent as tensors over TRL's NCCL group, or as a checkpoint in a directory that the server sees. Either way,
-one request to the server's workers loads them, so no update is half applied between requests.
+Weights are sent as tensors over TRL's NCCL group, or as a checkpoint in a directory that the server
+sees. Either way, one request to the server's workers loads them, so no update is half applied
+between requests.
 """
 
 import gc
@@ -40,7 +42,8 @@ ADVICE = "check the server's log, restart it, and resume from the last checkpoin
 
 
 class ServedEngine(VLLMClient, wire.Engine):
-    """[`VLLMClient`] that loads quantized weights through trl-qurl's worker extension, and limits request times.
+    """[`VLLMClient`] that loads quantized weights through trl-qurl's worker extension, and limits
+    request times.
 
     A failed request raises `ServerError`, and so does every later one until `reconnect`.
     """
@@ -63,16 +66,22 @@ class ServedEngine(VLLMClient, wire.Engine):
         super().__init__(*args, **kwargs)
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
-        """Wait for the server as the parent does, but with a limit per request, and tell the user about the wait."""
+        """Wait for the server as the parent does, but with a limit per request, and tell the user
+        about the wait.
+        """
         self.session = open_session(self.request_timeout)  # the parent's requests begin after this
         deadline = time.monotonic() + total_timeout
         if total_timeout and not self._is_healthy():
-            logger.warning("Waiting up to %.0f seconds for the vLLM server at %s.", total_timeout, self.base_url)
+            logger.warning(
+                "Waiting up to %.0f seconds for the vLLM server at %s.",
+                total_timeout,
+                self.base_url,
+            )
         while not self._is_healthy():
             if time.monotonic() >= deadline:
                 raise ConnectionError(
-                    f"No vLLM server answers at {self.base_url} after {total_timeout:.0f} seconds. Start one with "
-                    f"{self.command()}, or correct vllm_server_base_url."
+                    f"No vLLM server answers at {self.base_url} after {total_timeout:.0f} seconds. "
+                    f"Start one with {self.command()}, or correct vllm_server_base_url."
                 )
             time.sleep(min(retry_interval, total_timeout))
 
@@ -91,36 +100,53 @@ class ServedEngine(VLLMClient, wire.Engine):
         except ServerError as error:
             if error.status != 404:
                 raise
-            info = {"parallel_config": {"worker_extension_cls": ""}}  # its development endpoints are disabled
+            # its development endpoints are disabled
+            info = {"parallel_config": {"worker_extension_cls": ""}}
         if info["parallel_config"]["worker_extension_cls"] != wire.WORKER_EXTENSION:
             raise ValueError(
-                f"The vLLM server at {self.base_url} cannot load weights: it runs without trl-qurl's worker extension "
-                f"or vLLM's development endpoints. Restart it with {self.command()}."
+                f"The vLLM server at {self.base_url} cannot load weights: it runs without "
+                "trl-qurl's worker extension or vLLM's development endpoints. Restart it with "
+                f"{self.command()}."
             )
         if info["weight_transfer_config"] is None:
             self.stream_obstacle = "the server was started without --weight-transfer-config"
-        check_kv_cache(self.describe().kv_cache_dtype, f"--kv-cache-dtype of the vLLM server at {self.base_url}")
+        check_kv_cache(
+            self.describe().kv_cache_dtype,
+            f"--kv-cache-dtype of the vLLM server at {self.base_url}",
+        )
         if difference := self._difference():
             raise ValueError(
                 f"The vLLM server at {self.base_url} does not serve {self.model!r} as "
-                f"rollout_quantization={self.plan.formats!r} sends it: {difference}. Restart it with "
-                f"{self.command()} (and the same --ignore), or change rollout_quantization or quantization_ignore."
+                f"rollout_quantization={self.plan.formats!r} sends it: {difference}. Restart it "
+                f"with {self.command()} (and the same --ignore), or change rollout_quantization or "
+                "quantization_ignore."
             )
 
     def _difference(self) -> str:
-        """Compare the checkpoint that the server started from with this run's; a clause, empty if they agree."""
-        here, there = fingerprint(self.plan.schemes, self.shapes), self.call_workers("starting_fingerprint")[0]
+        """Compare the checkpoint that the server started from with this run's; a clause, empty if
+        they agree.
+        """
+        here, there = (
+            fingerprint(self.plan.schemes, self.shapes),
+            self.call_workers("starting_fingerprint")[0],
+        )
         names = {name for name in here.keys() | there.keys() if here.get(name) != there.get(name)}
         if not names:
             return ""
-        name = min(names, key=lambda name: (not name.endswith(".weight_scale"), name))  # of a quantized layer
+        # of a quantized layer
+        name = min(names, key=lambda name: (not name.endswith(".weight_scale"), name))
         difference = f"{here.get(name, 'none')} here and {there.get(name, 'none')} there"
         for scheme in SCHEMES.values():
             difference = difference.replace(scheme.served_as, scheme.name)
-        return f"other formats, layers or another model: {len(names)} tensors differ, first {name} ({difference})"
+        return (
+            f"other formats, layers or another model: {len(names)} tensors differ, first {name} "
+            f"({difference})"
+        )
 
     def get_server_info(self) -> dict[str, Any]:
-        """Return the server's configuration, also to TRL: that of our workers or of vLLM's slow endpoint."""
+        """Return the server's configuration, also to TRL: that of our workers or of vLLM's slow
+        endpoint.
+        """
         if self._info is None:
             try:
                 self._info = self.call_workers("describe_config")[0]
@@ -128,34 +154,43 @@ class ServedEngine(VLLMClient, wire.Engine):
                 if error.status is None:
                     raise
                 self._failure = None
-                self._info = self._get(f"{self.base_url}/server_info", params={"config_format": "json"})["vllm_config"]
+                self._info = self._get(
+                    f"{self.base_url}/server_info", params={"config_format": "json"}
+                )["vllm_config"]
         return self._info
 
     def open_stream(self, device: torch.device, patience: float = 0.0) -> None:
-        """Open the NCCL group that tensors are sent over, on a port that is free within `patience` seconds.
+        """Open the NCCL group that tensors are sent over, on a port that is free within `patience`
+        seconds.
 
         Raises `ServerLostError` if that fails.
         """
-        from vllm.utils.network_utils import get_ip  # the address that the parent gives to the workers
+        # the address that the parent gives to the workers
+        from vllm.utils.network_utils import get_ip
 
         self._stream_device = torch.device(device)
         address = get_ip()
         try:
-            # Before the workers are asked: they would join the group of another run that listens there.
+            # Before the workers are asked: they would join the group of another run that listens
+            # there.
             self._wait_for_port(address, patience)
-            opening = in_background(super().init_communicator, device)  # nothing ends its wait for dead workers
+            # nothing ends its wait for dead workers
+            opening = in_background(super().init_communicator, device)
             while not wait([opening], 0.1).done:
                 if self._failure is not None:
                     raise self._failure
             opening.result()
         except (OSError, RuntimeError) as error:
             raise ServerLostError(
-                f"NCCL did not open between this process and the server at {self.base_url} (it needs different GPUs, "
-                f"and port {self.group_port} of {address}: vllm_group_port; or set weight_sync='checkpoint'). {error}"
+                f"NCCL did not open between this process and the server at {self.base_url} (it "
+                f"needs different GPUs, and port {self.group_port} of {address}: vllm_group_port; "
+                f"or set weight_sync='checkpoint'). {error}"
             ) from None
 
     def _wait_for_port(self, address: str, patience: float) -> None:
-        """Return once the port of the group is free; after so many seconds, raise the `OSError` that says why not."""
+        """Return once the port of the group is free; after so many seconds, raise the `OSError`
+        that says why not.
+        """
         deadline = time.monotonic() + patience
         while True:
             try:
@@ -168,20 +203,25 @@ class ServedEngine(VLLMClient, wire.Engine):
                 time.sleep(0.1)
 
     def close_communicator(self) -> None:
-        """Abort what runs on the NCCL group, as a broadcast to dead workers, and close the port it was opened on."""
+        """Abort what runs on the NCCL group, as a broadcast to dead workers, and close the port it
+        was opened on.
+        """
         if self.communicator is not None:
             self.communicator.destroy()
         super().close_communicator()
 
     def reconnect(self, total_timeout: float) -> None:
-        """Wait for the server after a fault, until it serves the same format again and no old request runs.
+        """Wait for the server after a fault, until it serves the same format again and no old
+        request runs.
 
         `total_timeout` is in seconds. Raises `ServerLostError` if the server does not come back.
         """
         failure = self._failure
         self.close_communicator()
         if self._broadcast is not None and not self._broadcast.wait(BROADCAST_GRACE):
-            raise ServerLostError(f"A broadcast to the server's workers did not end: resume the run. {failure}")
+            raise ServerLostError(
+                f"A broadcast to the server's workers did not end: resume the run. {failure}"
+            )
         deadline = time.monotonic() + total_timeout
         try:
             self.check_server(total_timeout)
@@ -195,14 +235,17 @@ class ServedEngine(VLLMClient, wire.Engine):
             raise ServerLostError(f"{error} Before that: {failure}") from None
 
     def command(self, adapter_rank: int = 0) -> str:
-        """Return the command that starts a server for this run, with adapters of this rank unless it is 0."""
+        """Return the command that starts a server for this run, with adapters of this rank unless
+        it is 0.
+        """
         extra_args = f" --enable-lora --max-lora-rank {adapter_rank}" if adapter_rank else ""
         formats = self.plan.formats or UNQUANTIZED
         option = formats if isinstance(formats, str) else shlex.quote(json.dumps(formats))
         return f"`trl-qurl serve MODEL --scheme {option}{extra_args}`"
 
     def load_stream(self, named_tensors: NamedTensors, update: wire.WeightUpdate) -> None:  # noqa: D102
-        # The workers wait inside NCCL while they serve the request. It has a time limit, but the broadcast does not.
+        # The workers wait inside NCCL while they serve the request. It has a time limit, but the
+        # broadcast does not.
         request = in_background(self.call_workers, "load_rollout_weights", update=update._asdict())
         self._broadcast = Broadcast(self.communicator)
         self._broadcast.send(named_tensors, request)
@@ -216,8 +259,9 @@ class ServedEngine(VLLMClient, wire.Engine):
         except ServerError as error:
             is_refused = error.status is not None and 400 <= error.status < 500
             raise (SyncError if is_refused else ServerError)(
-                f"The vLLM server could not load the adapter written to {path}. Make sure that it sees that directory "
-                f"(rollout_checkpoint_dir) and was started by `trl-qurl serve`. {error}"
+                f"The vLLM server could not load the adapter written to {path}. Make sure that it "
+                "sees that directory (rollout_checkpoint_dir) and was started by `trl-qurl serve`. "
+                f"{error}"
             ) from None
         self.call_workers("accept_rollout_adapter", update=update._asdict(), path=str(path))
         self.clear_caches()
@@ -226,40 +270,56 @@ class ServedEngine(VLLMClient, wire.Engine):
     def check_base(self, sent: dict[str, str]) -> None:  # noqa: D102
         if clause := differences(sent, self.call_workers("digest_rollout_base")[0]):
             raise SyncError(
-                f"The vLLM server at {self.base_url} has a different base than this run's adapter: {clause}. Start it "
-                "from the model that is being trained, as it was when the run began."
+                f"The vLLM server at {self.base_url} has a different base than this run's adapter: "
+                f"{clause}. Start it from the model that is being trained, as it was when the run "
+                "began."
             )
 
     def clear_caches(self) -> None:  # noqa: D102
         if not self._post("/reset_prefix_cache")["success"]:
             raise SyncError(
-                "vLLM did not clear the prefix cache of the old weights. Another client's requests may be running: "
-                "use one server per run."
+                "vLLM did not clear the prefix cache of the old weights. Another client's requests "
+                "may be running: use one server per run."
             )
         self._post("/reset_encoder_cache")  # image features from the old weights
 
     def continue_greedily(self, prompts: list[list[int]], steps: int) -> list[wire.Continuation]:  # noqa: D102
         output: dict[str, Any] = self.generate(
-            prompts, max_tokens=steps, temperature=0.0, logprobs=wire.PROBE_TOP, generation_kwargs={"ignore_eos": True}
+            prompts,
+            max_tokens=steps,
+            temperature=0.0,
+            logprobs=wire.PROBE_TOP,
+            generation_kwargs={"ignore_eos": True},
         )
-        answers = zip(prompts, output["completion_ids"], output["logprob_token_ids"], output["logprobs"], strict=True)
+        answers = zip(
+            prompts,
+            output["completion_ids"],
+            output["logprob_token_ids"],
+            output["logprobs"],
+            strict=True,
+        )
         return [
             wire.Continuation(
-                prompt, completion, [dict(zip(*step, strict=True)) for step in zip(tokens, logps, strict=True)]
+                prompt,
+                completion,
+                [dict(zip(*step, strict=True)) for step in zip(tokens, logps, strict=True)],
             )
             for prompt, completion, tokens, logps in answers
         ]
 
     def call_workers(self, method: str, **kwargs: Any) -> list[Any]:  # noqa: D102
         try:
-            return self._post("/collective_rpc", json={"method": method, "kwargs": kwargs})["results"]
+            return self._post("/collective_rpc", json={"method": method, "kwargs": kwargs})[
+                "results"
+            ]
         except ServerError as error:
             if wire.NOT_RECEIVED in str(error):
                 raise SyncError(str(error)) from None
             raise
 
     def _request(self, verb: str, url: str, **kwargs: Any) -> dict[str, Any]:
-        if self._failure is not None:  # hundreds of requests may be queued behind the one that failed
+        # hundreds of requests may be queued behind the one that failed
+        if self._failure is not None:
             raise self._failure
         if url.endswith("/init_weight_transfer_engine"):  # the parent leaves the buffers to vLLM
             buffers = {f"packed_{name}": value for name, value in PACKING.items()}
@@ -270,14 +330,17 @@ class ServedEngine(VLLMClient, wire.Engine):
             self._failure = error
             raise
 
-    def _get(self, url: str, **kwargs: Any) -> dict[str, Any]:  # the parent's requests also go through these two
+    # the parent's requests also go through these two
+    def _get(self, url: str, **kwargs: Any) -> dict[str, Any]:
         return self._request("GET", url, **kwargs)
 
     def _post(self, url: str, **kwargs: Any) -> dict[str, Any]:
         return self._request("POST", url, **kwargs)
 
     def image_features(self, *args: Any, **kwargs: Any) -> list[dict | None]:
-        """Return the features of images as the parent does, which sends these requests by itself."""
+        """Return the features of images as the parent does,
+        which sends these requests by itself.
+        """
         if self._failure is not None:
             raise self._failure
         try:
@@ -293,25 +356,35 @@ class ServedEngine(VLLMClient, wire.Engine):
         raise self._failure
 
     def _answer(self, verb: str, path: str, **kwargs: Any) -> dict[str, Any]:
-        """Return the answer to one request. Raises `ServerError` unless it is a complete answer of vLLM's."""
+        """Return the answer to one request. Raises `ServerError` unless it is a complete answer of
+        vLLM's.
+        """
         try:
-            response = self.session.request(verb, f"{self.base_url}{path}", allow_redirects=False, **kwargs)
+            response = self.session.request(
+                verb, f"{self.base_url}{path}", allow_redirects=False, **kwargs
+            )
         except requests.RequestException as error:
             raise self._no_answer(path, error) from None
         if response.status_code == 401:
             raise ServerLostError(
-                f"{self._server} requires an API key: set {API_KEY_VARIABLE} for the trainer to the value that the "
-                "server was started with."
+                f"{self._server} requires an API key: set {API_KEY_VARIABLE} for the trainer to "
+                "the value that the server was started with."
             )
         if response.status_code != 200:
-            self.session.close()  # uvicorn closes a connection after a fault, and the next request would find it dead
+            # uvicorn closes a connection after a fault, and the next request would find it dead
+            self.session.close()
             status = response.status_code
-            raise ServerError(f"{self._server} answered {path} with HTTP {status}: {ADVICE} {_said(response)}", status)
+            raise ServerError(
+                f"{self._server} answered {path} with HTTP {status}: {ADVICE} {_said(response)}",
+                status,
+            )
         try:
             return read_answer(path, response.content)
         except ValueError:
             what = "only a part of vLLM's answer, or a proxy with its own"
-            raise ServerError(f"{self._server} answered {path} with {what}: {ADVICE} {_said(response)}") from None
+            raise ServerError(
+                f"{self._server} answered {path} with {what}: {ADVICE} {_said(response)}"
+            ) from None
 
     @property
     def _server(self) -> str:
@@ -321,8 +394,8 @@ class ServedEngine(VLLMClient, wire.Engine):
         """Return the error of a request that got no complete answer."""
         if isinstance(error, requests.Timeout):
             return ServerError(
-                f"{self._server} did not answer {path} within {self.request_timeout:.0f} seconds: it hangs, or needs "
-                f"a larger vllm_request_timeout. Otherwise {ADVICE}"
+                f"{self._server} did not answer {path} within {self.request_timeout:.0f} seconds: "
+                f"it hangs, or needs a larger vllm_request_timeout. Otherwise {ADVICE}"
             )
         return ServerError(f"{self._server} is gone ({path}: {error}): {ADVICE}")
 
@@ -330,5 +403,8 @@ class ServedEngine(VLLMClient, wire.Engine):
 def _said(response: requests.Response) -> str:
     """Return a sentence with the text of an answer."""
     if response.is_redirect:
-        return f"It redirects to {response.headers['location']}, but the key is sent to no other address."
+        return (
+            f"It redirects to {response.headers['location']}, but the key is sent to no other "
+            "address."
+        )
     return f"It says: {' '.join(response.text.split())[:500]}"

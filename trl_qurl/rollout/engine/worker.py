@@ -1,8 +1,8 @@
 """The vLLM worker extension that loads new weights into the layers.
 
-vLLM imports this class by name (`--worker-extension-cls`, its official way to add worker methods). Neither the class
-nor its imports need TRL, so the engine may run in an environment without it. vLLM's own reload does the work; `cuda`
-and `cpu` add fixes.
+vLLM imports this class by name (`--worker-extension-cls`, its official way to add worker methods).
+Neither the class nor its imports need TRL, so the engine may run in an environment without it.
+vLLM's own reload does the work; `cuda` and `cpu` add fixes.
 """
 
 import time
@@ -16,7 +16,9 @@ import torch
 from huggingface_hub import snapshot_download
 from pydantic import TypeAdapter
 from vllm.config import VllmConfig
-from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
+    CompressedTensorsConfig,
+)
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_random_seed
 
@@ -24,7 +26,12 @@ from trl_qurl.quantization.checkpoint_form import NamedTensors
 from trl_qurl.quantization.plan import fingerprint, stored_formats
 from trl_qurl.quantization.storage import read_tensors, tensor_shapes
 from trl_qurl.rollout.checks.reload import watched_reload
-from trl_qurl.rollout.checks.tensors import MeteredStream, base_digests, compare_digests, tensor_digest
+from trl_qurl.rollout.checks.tensors import (
+    MeteredStream,
+    base_digests,
+    compare_digests,
+    tensor_digest,
+)
 from trl_qurl.rollout.errors import SyncError
 from trl_qurl.rollout.wire import FRESH, NOT_RECEIVED, TensorMetadata, WeightUpdate
 
@@ -35,7 +42,9 @@ else:
 
 
 class RolloutWorker:
-    """Methods that vLLM mixes into its worker class. Most of these attributes are that class's own."""
+    """Methods that vLLM mixes into its worker class. Most of
+    these attributes are that class's own.
+    """
 
     reload_weights: Callable[..., None]
     get_model: Callable[[], torch.nn.Module]
@@ -57,18 +66,26 @@ class RolloutWorker:
         weights_iterator: NamedTensors | None = None,  # only in the trainer's process
         weights_path: str | None = None,  # a checkpoint on a file system that this worker sees
     ) -> None:
-        """Replace weights in place with checkpoint-format tensors, received by vLLM itself if `update` has metadata.
+        """Replace weights in place with checkpoint-format tensors, received by vLLM itself if
+        `update` has metadata.
 
-        Raises `RuntimeError` if a layer kept its old weights, files are out of sight, or an earlier load failed.
+        Raises `RuntimeError` if a layer kept its old weights, files are out of sight, or an earlier
+        load failed.
         """
         request = WeightUpdate(**update)
         if weights_path is not None and not any(Path(weights_path).glob("*.safetensors")):
-            advice = "set rollout_checkpoint_dir to a directory that both the trainer and the server see"
-            raise SyncError(f"{NOT_RECEIVED}: the vLLM server does not see the files in {weights_path}; {advice}.")
+            advice = (
+                "set rollout_checkpoint_dir to a directory that both the trainer and the server see"
+            )
+            raise SyncError(
+                f"{NOT_RECEIVED}: the vLLM server does not see the files in {weights_path}; "
+                f"{advice}."
+            )
         if self.rollout_load_failed:
             raise RuntimeError("An earlier load of weights failed halfway: restart the server.")
         if request.metadata is not None and self.weight_transfer_engine.model_update_group is None:
-            raise RuntimeError("The server was restarted: NCCL is not open.")  # it is, before the retry
+            # it is, before the retry
+            raise RuntimeError("The server was restarted: NCCL is not open.")
         self.rollout_load_failed = True
         self.rollout_digests = {}
         self.rollout_digest_s = 0.0
@@ -79,7 +96,11 @@ class RolloutWorker:
                 if request.metadata is not None:
                     self._receive(request.metadata, digests)
                 else:
-                    source = read_tensors(Path(weights_path)) if weights_path is not None else weights_iterator or ()
+                    source = (
+                        read_tensors(Path(weights_path))
+                        if weights_path is not None
+                        else weights_iterator or ()
+                    )
                     stream = MeteredStream(source, digests)
                     self.reload_weights(weights_iterator=stream)
                     self.rollout_digest_s = stream.digest_s
@@ -87,7 +108,8 @@ class RolloutWorker:
         self._begin_version(request)
 
     def compare_rollout_digests(self, sent: dict[str, str]) -> float:
-        """Raise `SyncError` if the latest load, with digests, received anything but the weights that were sent.
+        """Raise `SyncError` if the latest load, with digests, received anything but the weights
+        that were sent.
 
         Returns the seconds that its digests took.
         """
@@ -95,13 +117,17 @@ class RolloutWorker:
         return self.rollout_digest_s
 
     def accept_rollout_adapter(self, update: Mapping[str, Any], path: str) -> None:
-        """Record the version and digests of the adapter that vLLM has just loaded; `SyncError` if it holds another."""
+        """Record the version and digests of the adapter that vLLM has just loaded; `SyncError` if
+        it holds another.
+        """
         manager = self.model_runner.lora_manager._adapter_manager
         dtype = self.vllm_config.lora_config.lora_dtype
         tensors = dict(read_tensors(Path(path)))
         started = time.perf_counter()
         digests = sorted(tensor_digest(tensor.to(dtype)) for tensor in tensors.values())
-        if digests not in [_loaded_digests(adapter) for adapter in manager.list_adapters().values()]:
+        if digests not in [
+            _loaded_digests(adapter) for adapter in manager.list_adapters().values()
+        ]:
             reason = f"it uses a different adapter than the one in {path}"
             raise SyncError(f"{NOT_RECEIVED}: {reason}. Resume from the last checkpoint.")
         self.rollout_digests = {name: tensor_digest(tensor) for name, tensor in tensors.items()}
@@ -110,7 +136,9 @@ class RolloutWorker:
 
     def digest_rollout_base(self) -> dict[str, str]:
         """Return digests of the checkpoint that the engine started from, in the engine's dtype."""
-        return base_digests(read_tensors(self._starting_checkpoint()), self.vllm_config.model_config.dtype)
+        return base_digests(
+            read_tensors(self._starting_checkpoint()), self.vllm_config.model_config.dtype
+        )
 
     def starting_fingerprint(self) -> dict[str, str]:
         """Return the fingerprint of that checkpoint (`plan.fingerprint`)."""
@@ -127,12 +155,15 @@ class RolloutWorker:
         return Path(path)
 
     def rollout_version(self) -> str:
-        """Return the version of the weights loaded last. Only newer versions of vLLM record one themselves."""
+        """Return the version of the weights loaded last. Only newer versions of vLLM record one
+        themselves.
+        """
         return self.loaded_version
 
     def _begin_version(self, update: WeightUpdate) -> None:
         self.loaded_version = update.version
-        if update.noise is not None:  # vLLM seeds the engines of `--data-parallel-size` alike: groups had duplicates
+        # vLLM seeds the engines of `--data-parallel-size` alike: groups had duplicates
+        if update.noise is not None:
             engine = self.vllm_config.parallel_config.data_parallel_index
             set_random_seed(crc32(f"{update.noise}-engine{engine}".encode()))
 
@@ -174,7 +205,9 @@ class RolloutWorker:
 
 @dataclass(eq=False)
 class MeteredModel:
-    """What vLLM's transfer engine loads into: a model, with digests. vLLM 0.33 keys data by it, so it is hashable."""
+    """What vLLM's transfer engine loads into: a model, with digests. vLLM 0.33 keys data by it, so
+    it is hashable.
+    """
 
     model: Any
     digests: dict[str, str] | None = None
@@ -188,7 +221,9 @@ class MeteredModel:
 
 
 def _loaded_digests(adapter: Any) -> list[str]:
-    """Return digests of a loaded adapter's matrices. vLLM packs the matrices of fused layers together."""
+    """Return digests of a loaded adapter's matrices. vLLM packs the matrices of fused layers
+    together.
+    """
     parts = [part for layer in adapter.loras.values() for part in (layer.lora_a, layer.lora_b)]
     matrices = [matrix for part in parts for matrix in (part if isinstance(part, list) else [part])]
     return sorted(tensor_digest(matrix) for matrix in matrices if matrix is not None)
