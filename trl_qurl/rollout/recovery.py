@@ -8,7 +8,7 @@ retried, all weights are sent and checked again.
 """
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list
@@ -46,6 +46,16 @@ def raise_everywhere(
     if failure := outcome[0] or failure:
         raise failure
     return result
+
+
+def from_main_process(act: Callable[[], Any], is_served: bool = True) -> Any:
+    """Return in every process what `act` returns in the main process; raise its error everywhere.
+
+    `act` is called in all processes. A collective operation.
+    """
+    results = [raise_everywhere(act, is_served)]
+    broadcast_object_list(results, from_process=0)
+    return results[0]
 
 
 def recover(operation: Callable[[bool], Result], reconnect: Callable[[], None]) -> Result:

@@ -26,9 +26,8 @@ PROMPT = 1024
 class ColocatedEngine(wire.Engine):
     """vLLM in the trainer's own process, started with trl-qurl's worker extension."""
 
-    def __init__(self, llm: "LLM", sleeps: bool = False) -> None:
+    def __init__(self, llm: "LLM") -> None:
         self._llm = llm
-        self._sleeps = sleeps  # between rollouts; then the key-value cache must be woken first
 
     def load_stream(self, named_tensors: NamedTensors, update: wire.WeightUpdate) -> None:  # noqa: D102
         self.call_workers(
@@ -54,27 +53,6 @@ class ColocatedEngine(wire.Engine):
 
     def call_workers(self, method: str, **kwargs: Any) -> list[Any]:  # noqa: D102
         return self._llm.collective_rpc(method, kwargs=kwargs)
-
-    def continue_greedily(self, prompts: list[list[int]], steps: int) -> list[wire.Continuation]:  # noqa: D102
-        from vllm import SamplingParams
-
-        if self._sleeps:
-            self._llm.wake_up(tags=["kv_cache"])  # as TRL does before it generates
-        params = SamplingParams(
-            max_tokens=steps, temperature=0.0, logprobs=wire.PROBE_TOP, ignore_eos=True
-        )
-        outputs = self._llm.generate(
-            [{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False
-        )
-        continuations = []
-        for prompt, output in zip(prompts, outputs, strict=True):
-            completion = output.outputs[0]
-            logps = [
-                {token: entry.logprob for token, entry in entries.items()}
-                for entries in completion.logprobs
-            ]
-            continuations.append(wire.Continuation(prompt, list(completion.token_ids), logps))
-        return continuations
 
 
 def with_adapter(engine: type["LLM"], rank: int) -> tuple[type["LLM"], dict[str, Any]]:

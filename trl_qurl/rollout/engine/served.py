@@ -283,30 +283,6 @@ class ServedEngine(VLLMClient, wire.Engine):
             )
         self._post("/reset_encoder_cache")  # image features from the old weights
 
-    def continue_greedily(self, prompts: list[list[int]], steps: int) -> list[wire.Continuation]:  # noqa: D102
-        output: dict[str, Any] = self.generate(
-            prompts,
-            max_tokens=steps,
-            temperature=0.0,
-            logprobs=wire.PROBE_TOP,
-            generation_kwargs={"ignore_eos": True},
-        )
-        answers = zip(
-            prompts,
-            output["completion_ids"],
-            output["logprob_token_ids"],
-            output["logprobs"],
-            strict=True,
-        )
-        return [
-            wire.Continuation(
-                prompt,
-                completion,
-                [dict(zip(*step, strict=True)) for step in zip(tokens, logps, strict=True)],
-            )
-            for prompt, completion, tokens, logps in answers
-        ]
-
     def call_workers(self, method: str, **kwargs: Any) -> list[Any]:  # noqa: D102
         try:
             return self._post("/collective_rpc", json={"method": method, "kwargs": kwargs})[

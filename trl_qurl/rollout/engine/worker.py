@@ -195,7 +195,6 @@ class RolloutWorker:
             if name == "weight" and parameter.is_floating_point()  # scales of a cache are float32
         }
         return {
-            "block_size": self.vllm_config.cache_config.block_size,
             "max_model_len": self.vllm_config.model_config.max_model_len,
             "kv_cache_dtype": self.vllm_config.cache_config.cache_dtype,
             "max_lora_rank": lora.max_lora_rank if (lora := self.vllm_config.lora_config) else 0,
