@@ -19,11 +19,9 @@ from unittest.mock import MagicMock
 import pytest
 import requests
 import torch
-from accelerate import Accelerator
 from conftest import free_port
 from peft import LoraConfig, get_peft_model
 from tiny import WHOLE_BLOCKS, layers_of, rollout_settings, stream_of, tiny_model
-from trl.distributed import DistributedBackend
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
     CompressedTensorsConfig,
 )
@@ -634,28 +632,27 @@ def test_what_a_server_quantizes_is_compared_by_its_checkpoint(scheme, ends, tmp
 
 
 def sync_to(client, policy, interval, dtype=None):
-    """A sync of a policy to the client's server, with nothing to
-    probe, and no version to ask for.
-    """
+    """A sync of a policy to the client's server, with no version to ask for."""
     settings = rollout_settings(INT8, is_served=True, sync_check_interval=interval)
     route = StreamRoute(policy, stream_of(policy, INT8), is_served=True)
-    sync = WeightSync(route, settings, DistributedBackend(Accelerator()), lambda: 0)
+    sync = WeightSync(route, settings, RolloutCost(), lambda: 0)
     route.attach(client, dtype)
-    client.version, sync._check_probe = lambda: sync.version, dict
+    client.version = lambda: sync.version
     return sync
 
 
-def test_every_stream_is_probed_until_a_gpu_has_shown_that_it_need_not_be(ends):
+def test_every_stream_is_proven_until_a_gpu_has_shown_that_it_need_not_be(ends):
     client, worker = ends
     model = tiny_model()
 
     def checks(interval):
-        sync, probed, digested = sync_to(client, model, interval), [], []
-        sync._check_probe = lambda: probed.append(True) or {}
+        sync, proofs, digested = sync_to(client, model, interval), 0, []
         for _ in range(3):
-            sync.push(RolloutCost())
+            sync.push()
+            proofs += sync.needs_proof
+            sync.needs_proof = False
             digested.append(bool(worker.rollout_digests))
-        return len(probed), digested
+        return proofs, digested
 
     assert checks(16) == (3, [True, True, True])
     assert checks(1) == (3, [True, True, True])
@@ -755,13 +752,13 @@ def test_stream_to_a_server(dtype, adapter, head, ends):
     else:
         scale_model_(policy, 1.5)
     sync = sync_to(client, policy, 1, str(dtype).removeprefix("torch."))
-    sync.push(RolloutCost())
+    sync.push()
     first = sync.version
     before = {name: tensor.clone() for name, tensor in worker.model.loaded.items()}
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.add_(0.1 * parameter.std() * torch.randn_like(parameter))
-    sync.push(RolloutCost())
+    sync.push()
     second = sync.version
     assert [version.split("-")[-1] for version in (first, second)] == ["sync1", "sync2"]
     assert ("lm_head.weight" in before) == (head == "untied")

@@ -252,7 +252,7 @@ def sample_batch(rows: list[dict[str, Any]], trainer: Any) -> FilledBatch:
     Columns that reward functions add to the table of completions are kept with it.
     """
     prompts = [row["prompt"] for row in rows]
-    generated = trainer._generate(prompts)
+    generated = Generated(*trainer._generate(prompts))
     completion_ids = generated.completion_ids
     rewards = trainer._calculate_rewards(rows, prompts, generated.completions, completion_ids)
     added = trainer._pending_extra_logs

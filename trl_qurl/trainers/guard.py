@@ -108,9 +108,10 @@ class MismatchGuard(TrainerCallback):
         self._is_off = args.mismatch_guard == "off"
         self._stops = args.mismatch_guard == "stop"
         self._kl_limit = args.mismatch_guard_kl
-        self._jump = OTHER_JUMP if args.rollouts_ahead else JUMP
+        self._is_ahead = bool(args.rollouts_ahead)
+        self._jump = OTHER_JUMP if self._is_ahead else JUMP
         self._drift_advice = ROUNDING
-        if args.rollouts_ahead:
+        if self._is_ahead:
             self._drift_advice = AHEAD
         elif args.rollout_quantization is None or args.round_base:
             self._drift_advice = FUNCTION
@@ -123,7 +124,7 @@ class MismatchGuard(TrainerCallback):
         self._usual: float | None = None  # largest KL of the rollouts that no fault explains
         self._quiet = WINDOW  # training rollouts since the latest finding
         # Of rollouts ahead, the first is no measure: the weights that score it have sampled it.
-        self._skips_first = bool(args.rollouts_ahead)
+        self._skips_first = self._is_ahead
         self._was_contradicted = False  # whether the last proof failed, and is asked for again
 
     @property
@@ -183,10 +184,10 @@ class MismatchGuard(TrainerCallback):
         limit = self._kl_limit if jump_limit is None else min(jump_limit, self._kl_limit)
         if row[KL] - errors * row[KL_ERROR] >= limit:
             advice = self._drift_advice
-            if jump_limit is None:
-                advice = FUNCTION
-            elif row[KL] >= jump_limit:
+            if jump_limit is not None and row[KL] >= jump_limit:
                 advice = STALE
+            elif jump_limit is None and (self._skips_first or not self._is_ahead):
+                advice = FUNCTION
             yield Finding(f"{KL} is {row[KL]:.3g} (threshold {limit:.2g})", advice)
 
         share = row[CONTRADICTED]
