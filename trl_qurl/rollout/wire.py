@@ -22,7 +22,7 @@ PROBE_TOP = 20
 # Prefix of every error about weights that a retry cannot fix. A server returns only the text of its
 # workers' errors.
 NOT_RECEIVED = "The engine did not receive the weights that were sent"
-# name, dtype (vLLM's `"bfloat16"`) and shape of streamed tensors
+# name, dtype (as `"bfloat16"`) and shape of streamed tensors
 TensorMetadata = list[tuple[str, str, list[int]]]
 # what the start of an engine says, unless it is eager
 COMPILING = ", compiling: about a minute, once"
