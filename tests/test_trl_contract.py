@@ -131,9 +131,6 @@ vllm.v1.engine.llm_engine
 vllm.v1.worker.gpu_worker
     Worker.add_lora(lora_request): engine/colocated.py loads an adapter with it
     Worker.reload_weights(): RolloutWorker.load_rollout_weights calls it
-    Worker.start_weight_update(): RolloutWorker receives a stream after it
-    Worker.update_weights(update_info): RolloutWorker receives a stream with it
-    Worker.finish_weight_update(): RolloutWorker receives a stream before it
     Worker.sleep(level): engine/cuda.py restores what it discards
     Worker.get_model(): RolloutWorker repairs the model it returns
 vllm.v1.worker.cpu_worker
@@ -147,12 +144,8 @@ vllm.lora.model_manager
 vllm.lora.lora_model
     LoRAModel.__init__(loras): engine/worker.py compares its matrices
 vllm.distributed.device_communicators.pynccl
+    PyNcclCommunicator.broadcast(tensor src stream): both ends of engine/broadcast.py send a tensor with it
     PyNcclCommunicator.destroy(): ServedEngine aborts a broadcast to dead workers with it
-vllm.distributed.weight_transfer.base
-    WeightTransferEngine.set_weight_update_target(model model_config): RolloutWorker computes digests in it
-    WeightTransferEngine.reset_weight_update_target(): RolloutWorker computes digests in it
-vllm.distributed.weight_transfer.packed_tensor
-    packed_nccl_broadcast_producer(iterator group src post_iter_func buffer_size_bytes num_buffers): ServedEngine
 vllm.model_executor.model_loader.base_loader
     BaseModelLoader.load_model(): engine/cpu.py repairs a model after it
 vllm.model_executor.model_loader.reload.layerwise

@@ -28,6 +28,11 @@ def probe(argument: str) -> list[float]:
         adapter = LoRARequest("saved", 1, str(path))
     engine = LLM(checkpoint, **settings, max_model_len=64, max_num_seqs=16)
     KEPT.append(engine)
+    return answer(engine, adapter)
+
+
+def answer(engine: LLM, adapter: LoRARequest | None = None) -> list[float]:
+    """The log-probabilities of an engine."""
     params = SamplingParams(max_tokens=1, prompt_logprobs=0)
     prompt = {"prompt_token_ids": PROBE}
     [output] = engine.generate([prompt], params, use_tqdm=False, lora_request=adapter)

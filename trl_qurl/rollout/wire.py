@@ -20,7 +20,7 @@ CPU_LOAD_FORMAT = "trl-qurl-cpu"
 # Prefix of every error about weights that a retry cannot fix. A server returns only the text of its
 # workers' errors.
 NOT_RECEIVED = "The engine did not receive the weights that were sent"
-# name, dtype (vLLM's `"bfloat16"`) and shape of streamed tensors
+# name, dtype (as `"bfloat16"`) and shape of streamed tensors
 TensorMetadata = list[tuple[str, str, list[int]]]
 # what the start of an engine says, unless it is eager
 COMPILING = ", compiling: about a minute, once"

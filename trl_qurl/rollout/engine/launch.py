@@ -131,9 +131,8 @@ def memory_share(weights: int, memory: int) -> float:
     """Return the share of a GPU's memory that vLLM may use, with room for new weights beside its
     key-value cache.
 
-    vLLM fills its share with the cache. On top of that, a sync needs two buffers of 256 MiB plus a
-    tensor each (an embedding may have 1 GiB), and the layer being rebuilt: calculated, not
-    measured.
+    vLLM fills its share with the cache. On top of that, a sync needs the tensors of a layer (an
+    embedding may have 1 GiB), and the layer being rebuilt from them: calculated, not measured.
     """
     return max(
         MEMORY_SHARE / 2, math.floor(100 * (MEMORY_SHARE - 4 * min(2**30, weights) / memory)) / 100
