@@ -1,9 +1,6 @@
 """vLLM in the trainer's own process."""
 
-import functools
-import gc
 import os
-import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +10,8 @@ from trl_qurl.rollout import wire
 from trl_qurl.rollout.adapter import engine_rank
 from trl_qurl.rollout.engine import hardware
 from trl_qurl.rollout.errors import SyncError
+from trl_qurl.rollout.repairs.compiled_class import register_uncompiled
+from trl_qurl.rollout.repairs.cpu_memory import cpu_cache_arguments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -87,7 +86,6 @@ def prepare_process(
     """Check that vLLM can run a model in this process with these arguments, and prepare the process
     for its start.
     """
-    from vllm.model_executor.models import ModelRegistry
     from vllm.utils.network_utils import get_open_port
 
     names = model.config.architectures or [type(model).__name__]
@@ -98,12 +96,7 @@ def prepare_process(
     # TRL tries 29500 first, and runs that start at the same time all find it free
     if processes == 1:
         os.environ["MASTER_PORT"] = os.environ.get("MASTER_PORT") or str(get_open_port())
-    # To compile a model, vLLM's transformers backend modifies its class. The trainer's model is of
-    # the same class, and its forward pass would fail. So register that backend without
-    # torch.compile, if it runs this model.
-    for name, cls in hardware.transformers_backend(names, arguments).items():
-        uncompiled = {"_decorate_for_torch_compile": lambda model: None}
-        ModelRegistry.register_model(name, type(cls.__name__, (cls,), uncompiled))
+    register_uncompiled(hardware.transformers_backend(names, arguments))
 
 
 def build_engine(
@@ -121,38 +114,5 @@ def build_engine(
             name: trl_kwargs.get(name, False) for name in ("max_model_len", "trust_remote_code")
         } | engine_kwargs
         load = trl_kwargs["max_num_seqs"], PROMPT + length
-        trl_kwargs |= hardware.cpu_cache_arguments(
-            trl_kwargs["model"], given, *load, TRL_MEMORY_SHARE
-        )
+        trl_kwargs |= cpu_cache_arguments(trl_kwargs["model"], given, *load, TRL_MEMORY_SHARE)
     return cls(**trl_kwargs | engine_kwargs, worker_extension_cls=wire.WORKER_EXTENSION)
-
-
-def release_when_deleted(llm: "LLM") -> None:
-    """Make a new engine free its memory when it is deleted, and leave the process groups alone.
-
-    vLLM's own finalizer also destroys the process groups: those of the trainer, which continues in
-    several processes, and of an engine started since then (as when a notebook cell is rerun). Here
-    that happens at the process's end.
-    """
-    _destroy_process_groups_at_exit()
-    client = llm.llm_engine.engine_core
-    if (finalizer := getattr(client, "_finalizer", None)) is not None:  # vLLM below 0.31 has none
-        finalizer.detach()
-    weakref.finalize(client, _release, client.engine_core)
-
-
-def _release(core: Any) -> None:
-    """Do what vLLM's `EngineCore.shutdown` does, except for the process groups."""
-    core.structured_output_manager.clear_backend()
-    core.model_executor.shutdown()
-    core.scheduler.shutdown()
-    # vLLM froze all objects when the engine started; cycles among them could never be freed
-    gc.unfreeze()
-
-
-@functools.cache
-def _destroy_process_groups_at_exit() -> None:
-    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
-
-    # At exit, finalizers run newest first: this one runs after those of all engines.
-    weakref.finalize(_release, cleanup_dist_env_and_memory)

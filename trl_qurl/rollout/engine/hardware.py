@@ -7,7 +7,6 @@ import logging
 import os
 import shutil
 from collections.abc import Collection, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,10 +14,10 @@ import torch
 from trl_qurl.quantization.checkpoint_form import expert_layers
 from trl_qurl.quantization.formats import SCHEMES, gpu_capability
 from trl_qurl.quantization.scheme import QuantizationScheme
+from trl_qurl.rollout.repairs import ahead_of_time
 
 logger = logging.getLogger(__name__)
 DISABLED_KERNELS_VARIABLE = "VLLM_DISABLED_KERNELS"  # vLLM's: class names, separated by commas
-AHEAD_OF_TIME_VARIABLE = "VLLM_USE_AOT_COMPILE"  # vLLM's
 # vLLM's model classes that run transformers' code, and their module.
 BACKENDS = [
     f"Transformers{variant}ForCausalLM" for variant in ("", "MoE", "MultiModal", "MultiModalMoE")
@@ -28,8 +27,6 @@ EXPERTS = r"re:.*\.experts\."  # pattern of all experts, for `quantization_ignor
 # `model_type`; read in vLLM's code
 ROUTED_BY_SOFTMAX = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-ENGINE_BYTES = 2**30  # memory that an engine process needs in addition to weights, keys, and values
-MIN_CACHE, BLOCK = 2**26, 128  # bytes; tokens of a block in vLLM's cache on CPUs
 # tokens on a CPU: SmolLM2-135M in INT8 gains 2 ms a token, and loses a minute first
 WORTH_COMPILING = 30_000
 
@@ -77,7 +74,7 @@ def kernel_environment(*schemes: QuantizationScheme) -> dict[str, str]:
                 "This CPU has no VNNI, so vLLM's INT8 sums saturate, and the actor is rougher. %s",
                 advice,
             )
-        return {} if AHEAD_OF_TIME_VARIABLE in os.environ else {AHEAD_OF_TIME_VARIABLE: "0"}
+        return ahead_of_time.environment()
     available = available_formats()
     for scheme in [scheme for scheme in schemes if scheme.name not in available]:
         needs = "FlashInfer, with nvcc or the package flashinfer-cubin"
@@ -236,70 +233,3 @@ def transformers_backend(
         for name, cls in classes.items()
         if BACKEND_MODULE in {each.__module__ for each in cls.__mro__}
     }
-
-
-def cpu_cache_arguments(
-    checkpoint: str, arguments: Mapping[str, Any], sequences: int, length: int, share: float = 0.5
-) -> dict[str, int]:
-    """Return the arguments with which an engine of this checkpoint starts in the memory that is
-    free, on a CPU.
-
-    By default, vLLM's CPU build plans with 92 % of the machine's memory, and does not start if less
-    is free. Instead, its cache gets what `sequences` of `length` tokens need, but at most a `share`
-    of what weights and engine leave. Empty on a GPU, or if `arguments` name a size. Raises
-    `ValueError` if too little memory is free.
-    """
-    is_chosen = not {"gpu_memory_utilization", "kv_cache_memory_bytes"}.isdisjoint(arguments)
-    if torch.cuda.is_available() or is_chosen or os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
-        return {}
-    free, weights = free_memory(), weight_bytes(checkpoint)
-    cache = int(share * (free - weights - ENGINE_BYTES))
-    if cache < MIN_CACHE:
-        raise ValueError(
-            f"{free / 1e9:.1f} GB of memory are free, but an engine of this model needs "
-            f"{weights / 1e9:.1f} GB for weights and about "
-            f"{(ENGINE_BYTES + MIN_CACHE / share) / 1e9:.1f} GB for the rest. Stop other "
-            "processes, or use a smaller model."
-        )
-    return {
-        "kv_cache_memory_bytes": min(
-            cache, max(MIN_CACHE, cache_bytes(checkpoint, arguments, sequences, length))
-        )
-    }
-
-
-def cache_bytes(checkpoint: str, arguments: Mapping[str, Any], sequences: int, length: int) -> int:
-    """Return the bytes of the keys and values of sequences, and at least of one that fills the
-    context.
-    """
-    from transformers import AutoConfig
-
-    # on a command line, it has no value
-    trust = arguments.get("trust_remote_code", False) is not False
-    text = AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust).get_text_config()
-    given = str(arguments.get("max_model_len"))
-    # vLLM also takes "auto" and "8k"
-    context = int(given) if given.isdecimal() else text.max_position_embeddings
-    # vLLM leaves one empty
-    blocks = 1 + max(-(-context // BLOCK), sequences * -(-min(context, length) // BLOCK))
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    size = 4 if "float32" in str(arguments.get("dtype")) else 2
-    return blocks * BLOCK * text.num_hidden_layers * heads * width * 2 * size
-
-
-def free_memory() -> int:
-    """Return the free memory as vLLM counts it, in bytes, within a container's limit."""
-    from vllm.utils.cpu_resource_utils import (
-        get_allowed_cpu_list,
-        get_memory_node_info,
-        get_visible_memory_node,
-    )
-
-    nodes, node = get_visible_memory_node(), get_allowed_cpu_list()[0].numa_node
-    return get_memory_node_info(node if node in nodes else nodes[0]).available_memory
-
-
-def weight_bytes(directory: str) -> int:
-    """Return the size of a checkpoint's weights, in bytes."""
-    return sum(path.stat().st_size for path in Path(directory).glob("*.safetensors"))

