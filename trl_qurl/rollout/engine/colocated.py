@@ -55,10 +55,9 @@ class ColocatedEngine(wire.Engine):
 
 
 def with_adapter(engine: type["LLM"], rank: int) -> tuple[type["LLM"], dict[str, Any]]:
-    """Return a subclass of vLLM's `LLM` that generates with its `adapter` of this rank, and
-    arguments for its start.
+    """Return a subclass of vLLM's `LLM` that generates with its `adapter`, and its arguments.
 
-    It keeps the adapter's base in host memory while it sleeps.
+    The adapter has this rank. While the engine sleeps, it keeps the base in host memory.
     """
     from vllm.platforms import current_platform
 
@@ -71,48 +70,49 @@ def with_adapter(engine: type["LLM"], rank: int) -> tuple[type["LLM"], dict[str,
         def sleep(self, level: int = 1, **kwargs: Any) -> Any:
             return super().sleep(1, **kwargs)  # TRL's level would discard all weights
 
-    load = {"load_format": wire.CPU_LOAD_FORMAT} if current_platform.is_cpu() else {}
-    return AdapterLLM, {
+    arguments: dict[str, Any] = {
         "enable_lora": True,
         "max_lora_rank": engine_rank(rank),
         "max_loras": 1,
-        **load,
     }
+    if current_platform.is_cpu():
+        arguments["load_format"] = wire.CPU_LOAD_FORMAT
+    return AdapterLLM, arguments
 
 
 def prepare_process(
-    model: "PreTrainedModel", weights: WeightStream, arguments: dict, processes: int
+    model: "PreTrainedModel", weights: WeightStream, arguments: dict[str, Any], processes: int
 ) -> None:
-    """Check that vLLM can run a model in this process with these arguments, and prepare the process
-    for its start.
-    """
+    """Check that vLLM can run a model with these arguments, and prepare this process for it."""
     from vllm.utils.network_utils import get_open_port
 
     names = model.config.architectures or [type(model).__name__]
-    hardware.check_cpu_build(
-        model.config, weights.plan.schemes, arguments | {"architectures": names}
-    )
+    given = arguments | {"architectures": names}
+    hardware.check_cpu_build(model.config, weights.plan.schemes, given)
     os.environ.update(hardware.kernel_environment(*weights.plan.targets))
-    # TRL tries 29500 first, and runs that start at the same time all find it free
-    if processes == 1:
-        os.environ["MASTER_PORT"] = os.environ.get("MASTER_PORT") or str(get_open_port())
+    # TRL tries 29500 first, and runs that start at the same time all find it free.
+    if processes == 1 and not os.environ.get("MASTER_PORT"):
+        os.environ["MASTER_PORT"] = str(get_open_port())
     register_uncompiled(hardware.transformers_backend(names, arguments))
 
 
 def build_engine(
     cls: type, start: Path | None, engine_kwargs: dict[str, Any], length: int, **trl_kwargs: Any
 ) -> Any:
-    """Build vLLM's `LLM` with TRL's arguments, our starting checkpoint as the model, and the user's
-    extras.
+    """Build vLLM's `LLM` with TRL's arguments, our starting checkpoint, and the user's extras.
 
     `length` is that of the longest completion, in tokens.
     """
     if start is not None:
         trl_kwargs["model"] = str(start)
     if trl_kwargs.get("gpu_memory_utilization") == TRL_MEMORY_SHARE:  # the user has chosen nothing
-        given = {
-            name: trl_kwargs.get(name, False) for name in ("max_model_len", "trust_remote_code")
-        } | engine_kwargs
-        load = trl_kwargs["max_num_seqs"], PROMPT + length
-        trl_kwargs |= cpu_cache_arguments(trl_kwargs["model"], given, *load, TRL_MEMORY_SHARE)
+        names = ("max_model_len", "trust_remote_code")
+        given = {name: trl_kwargs.get(name, False) for name in names}
+        trl_kwargs |= cpu_cache_arguments(
+            trl_kwargs["model"],
+            given | engine_kwargs,
+            sequences=trl_kwargs["max_num_seqs"],
+            length=PROMPT + length,
+            share=TRL_MEMORY_SHARE,
+        )
     return cls(**trl_kwargs | engine_kwargs, worker_extension_cls=wire.WORKER_EXTENSION)
