@@ -219,6 +219,15 @@ ATTRIBUTES = [
         "repairs/cache_scales.py",
     ),
     ("vllm.lora.worker_manager", "WorkerLoRAManager", "_adapter_manager", "engine/worker.py"),
+    *(
+        (
+            "vllm.model_executor.model_loader.reload.types",
+            "LayerReloadingInfo",
+            attribute,
+            "repairs/incomplete_reload.py",
+        )
+        for attribute in ("load_numel", "load_numel_total")
+    ),
 ]
 
 # (module, definition, attributes that it assigns to, who relies on them)

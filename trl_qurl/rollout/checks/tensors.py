@@ -86,8 +86,9 @@ def bit_sum(tensor: torch.Tensor) -> torch.Tensor:
     end = start + (len(flat) - start) // per_word * per_word
     if end <= start:
         return flat.sum(dtype=torch.int64)
-    words = flat[start:end].view(torch.int64)
-    return words.sum() + flat[:start].sum(dtype=torch.int64) + flat[end:].sum(dtype=torch.int64)
+    before = flat[:start].sum(dtype=torch.int64)
+    after = flat[end:].sum(dtype=torch.int64)
+    return flat[start:end].view(torch.int64).sum() + before + after
 
 
 def as_integers(tensor: torch.Tensor) -> torch.Tensor:

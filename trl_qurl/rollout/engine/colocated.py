@@ -15,7 +15,8 @@ from trl_qurl.rollout.repairs.cpu_memory import cpu_cache_arguments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-    from vllm import LLM
+    from vllm import LLM, RequestOutput
+    from vllm.lora.request import LoRARequest
 
 TRL_MEMORY_SHARE = 0.3  # TRL's default for vllm_gpu_memory_utilization
 # tokens of a long prompt: with longer ones, a CPU's cache holds fewer completions at a time
@@ -62,13 +63,13 @@ def with_adapter(engine: type["LLM"], rank: int) -> tuple[type["LLM"], dict[str,
     from vllm.platforms import current_platform
 
     class AdapterLLM(engine):
-        adapter: Any = None
+        adapter: "LoRARequest | None" = None
 
-        def generate(self, *args: Any, **kwargs: Any) -> Any:
+        def generate(self, *args: Any, **kwargs: Any) -> "list[RequestOutput]":
             return super().generate(*args, **{"lora_request": self.adapter, **kwargs})
 
-        def sleep(self, level: int = 1, **kwargs: Any) -> Any:
-            return super().sleep(1, **kwargs)  # TRL's level would discard all weights
+        def sleep(self, level: int = 1, **kwargs: Any) -> None:
+            super().sleep(1, **kwargs)  # TRL's level would discard all weights
 
     arguments: dict[str, Any] = {
         "enable_lora": True,
@@ -97,8 +98,12 @@ def prepare_process(
 
 
 def build_engine(
-    cls: type, start: Path | None, engine_kwargs: dict[str, Any], length: int, **trl_kwargs: Any
-) -> Any:
+    cls: type["LLM"],
+    start: Path | None,
+    engine_kwargs: dict[str, Any],
+    length: int,
+    **trl_kwargs: Any,
+) -> "LLM":
     """Build vLLM's `LLM` with TRL's arguments, our starting checkpoint, and the user's extras.
 
     `length` is that of the longest completion, in tokens.

@@ -6,8 +6,8 @@ Without that, torch's own cache shortens the next start. With it, every start co
 import os
 
 REPORTS = (14,)
-SEEN_IN = {"vllm": "0.32"}
-UNNECESSARY_FROM = {"vllm": None}
+SEEN_IN = "vllm 0.32"
+UNNECESSARY_FROM = None
 
 VARIABLE = "VLLM_USE_AOT_COMPILE"  # vLLM's
 

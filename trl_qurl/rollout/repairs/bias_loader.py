@@ -11,8 +11,8 @@ import torch
 from vllm.model_executor.layers.linear import LinearBase
 
 REPORTS = (7,)
-SEEN_IN = {"vllm": "0.32"}
-UNNECESSARY_FROM = {"vllm": None}
+SEEN_IN = "vllm 0.32"
+UNNECESSARY_FROM = None
 
 
 @contextmanager

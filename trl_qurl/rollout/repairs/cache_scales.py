@@ -10,8 +10,8 @@ from contextlib import contextmanager
 import torch
 
 REPORTS = (9,)
-SEEN_IN = {"vllm": "0.32"}
-UNNECESSARY_FROM = {"vllm": None}
+SEEN_IN = "vllm 0.32"
+UNNECESSARY_FROM = None
 
 CACHE_SCALES = ("_q_scale", "_k_scale", "_v_scale")
 

@@ -7,8 +7,8 @@ the same class, so without this repair its forward pass fails.
 from collections.abc import Mapping
 
 REPORTS = (19,)
-SEEN_IN = {"vllm": "0.32"}
-UNNECESSARY_FROM = {"vllm": None}
+SEEN_IN = "vllm 0.32"
+UNNECESSARY_FROM = None
 
 
 def register_uncompiled(backends: Mapping[str, type]) -> None:

@@ -18,8 +18,8 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from trl_qurl.rollout.wire import CPU_LOAD_FORMAT
 
 REPORTS = (13,)
-SEEN_IN = {"vllm": "0.32"}
-UNNECESSARY_FROM = {"vllm": None}
+SEEN_IN = "vllm 0.32"
+UNNECESSARY_FROM = None
 
 
 @register_model_loader(CPU_LOAD_FORMAT)

@@ -14,8 +14,8 @@ from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
 )
 
 REPORTS = (10,)
-SEEN_IN = {"vllm": "0.32"}
-UNNECESSARY_FROM = {"vllm": None}
+SEEN_IN = "vllm 0.32"
+UNNECESSARY_FROM = None
 
 
 class ReloadableCPUInt8Kernel(CPUInt8ScaledMMLinearKernel):

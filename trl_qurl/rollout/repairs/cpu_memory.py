@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 REPORTS = (20,)
-SEEN_IN = {"vllm": "0.32"}
-UNNECESSARY_FROM = {"vllm": None}
+SEEN_IN = "vllm 0.32"
+UNNECESSARY_FROM = None
 
 ENGINE_BYTES = 2**30  # memory that an engine process needs in addition to weights, keys, and values
 MIN_CACHE = 2**26  # bytes

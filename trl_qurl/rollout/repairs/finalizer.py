@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore
 
 REPORTS = (18,)
-SEEN_IN = {"vllm": "0.32"}
-UNNECESSARY_FROM = {"vllm": None}
+SEEN_IN = "vllm 0.32"
+UNNECESSARY_FROM = None
 
 
 def release_when_deleted(llm: "LLM") -> None:

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from transformers import ProcessorMixin
 
 REPORTS = (5,)
-SEEN_IN = {"trl": "1.16"}
-UNNECESSARY_FROM = {"trl": None}
+SEEN_IN = "trl 1.16"
+UNNECESSARY_FROM = None
 
 Tokens = list[int]
 

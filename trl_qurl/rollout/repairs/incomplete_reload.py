@@ -1,21 +1,21 @@
 """A reload that leaves layers incomplete is only logged by vLLM (report 16); here it is an error.
 
-vLLM returns nothing that says so: it counts the values that each layer received
-(`get_layerwise_info`), but resets the counts before `reload_weights` returns, and does not count
-what it drops. Its log, partly at level DEBUG, is all there is. `tests/test_proof.py` and
-`tests/test_reload.py` fail if a new vLLM words it differently.
+vLLM returns nothing that says so: it counts the values that each layer received, but resets the
+counts before `reload_weights` returns, and does not count what it drops. So its log, partly at
+level DEBUG, says when to look. `tests/test_proof.py` and `tests/test_reload.py` fail if a new vLLM
+words it differently.
 """
 
 import logging
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 REPORTS = (16,)
-SEEN_IN = {"vllm": "0.32"}
-UNNECESSARY_FROM = {"vllm": None}
+SEEN_IN = "vllm 0.32"
+UNNECESSARY_FROM = None
 
 LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
 ALWAYS_LOADED = ("Linear", "VocabParallelEmbedding", "Norm")  # ends of classes' names
@@ -69,31 +69,45 @@ class ReloadLog(logging.Filter):
         super().__init__()
         self.stale: list[str] = []  # classes
         self.undefined: list[str] = []
+        self._model = model
         self._level = level
-        self._computed = _computed_values(model)
         self._vocabulary = _vocabulary_classes(model)
-        self._missing: dict[str, int] = {}  # values that the last loaded layer of a class lacks
+        self._weightless = {"ParallelLMHead"}
+        self._computed: dict[torch.nn.Module, int] = {}
+        for module in model.modules():
+            if hasattr(module, "quant_method"):
+                continue
+            self._computed[module] = _computed_values(module)
+            has_only_buffers = module._buffers and not module._parameters
+            if self._computed[module] or has_only_buffers:
+                self._weightless.add(type(module).__name__)
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether to log a record."""
         layer, _, event = record.getMessage().partition(": ")
         if event == "Failed to load weights":
             return self._is_shown_without_weights(layer)
-        progress = re.fullmatch(r"(\d+) / (\d+)", event)
-        if progress:
-            self._missing[layer] = int(progress[2]) - int(progress[1])
-        if event == "Delayed processing" and not self._may_be_delayed(layer):
+        if event == "Delayed processing" and self._has_undefined_values(layer):
             self.undefined.append(layer)
         if event == "Excessive loading" and not layer.endswith("Linear"):
             self.undefined.append(layer)
         return record.levelno >= self._level
 
-    def _may_be_delayed(self, layer: str) -> bool:
-        is_computed = layer in self._missing and self._missing[layer] == self._computed.get(layer)
-        return is_computed or layer.endswith(self._vocabulary)
+    def _has_undefined_values(self, layer: str) -> bool:
+        """Return whether a layer of this class lacks values that it does not compute."""
+        if layer.endswith(self._vocabulary):
+            return False
+        for module in self._model.modules():
+            # vLLM has reset the counts of layers that it has finished.
+            info = get_layerwise_info(module)
+            if type(module).__name__ != layer or info.load_numel == 0:
+                continue
+            if info.load_numel + self._computed.get(module, 0) != info.load_numel_total:
+                return True
+        return False
 
     def _is_shown_without_weights(self, layer: str) -> bool:
-        if layer == "ParallelLMHead" or layer in self._computed:
+        if layer in self._weightless:
             return False
         if layer.endswith(ALWAYS_LOADED):
             self.stale.append(layer)
@@ -107,21 +121,13 @@ def _vocabulary_classes(model: torch.nn.Module) -> tuple[str, ...]:
     return tuple(each.__name__ for each in classes if "VocabParallelEmbedding" in str(each.__mro__))
 
 
-def _computed_values(model: torch.nn.Module) -> dict[str, int]:
-    """Count, by class, the values that a layer computes once and no checkpoint has (positions).
+def _computed_values(module: torch.nn.Module) -> int:
+    """Count the values that a layer computes once and no checkpoint has (positions).
 
-    vLLM counts them among the values to load, and keeps them. Layers that have only buffers are
-    included.
+    vLLM counts them among the values to load, and keeps them.
     """
-    counts: dict[str, int] = {}
-    for module in model.modules():
-        if hasattr(module, "quant_method"):
-            continue
-        elements = 0
-        for name, buffer in module.named_buffers(recurse=False):
-            if name in module._non_persistent_buffers_set:
-                elements += buffer.numel()
-        has_only_buffers = module._buffers and not module._parameters
-        if elements or has_only_buffers:
-            counts[type(module).__name__] = elements
-    return counts
+    elements = 0
+    for name, buffer in module.named_buffers(recurse=False):
+        if name in module._non_persistent_buffers_set:
+            elements += buffer.numel()
+    return elements

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 import torch
 
 REPORTS = (6, 8)
-SEEN_IN = {"vllm": "0.32"}
-UNNECESSARY_FROM = {"vllm": None}
+SEEN_IN = "vllm 0.32"
+UNNECESSARY_FROM = None
 
 LAYERS = "vllm.model_executor"  # where the classes of methods, schemes and kernels are
 
