@@ -7,7 +7,7 @@ from conftest import needs_vnni, vllm_server
 from tiny import SIXTEEN_BIT_EXPERTS, save_tiny, tiny_mixture
 from tiny_vision import VISION_FAMILIES, picture, tiny_vision_model, vision_processor
 
-from trl_qurl.rollout.images import as_plain, check_seen, plain_prompts
+from trl_qurl.rollout.repairs.image_prompts import as_plain, check_seen, plain_prompts
 
 VISION = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "smolvlm")
 TEXT = ("qwen3_moe", "qwen2_moe", "olmoe", "glm4_moe", "glm4", "granite", "cohere2")

@@ -27,7 +27,6 @@ from trl_qurl.rollout.directory import CheckpointFolder
 from trl_qurl.rollout.engine import colocated
 from trl_qurl.rollout.engine.randomness import EngineNoise
 from trl_qurl.rollout.engine.served import ServedEngine
-from trl_qurl.rollout.images import as_plain, check_seen
 from trl_qurl.rollout.preparation import (
     RolloutSettings,
     choose_adapter,
@@ -36,6 +35,8 @@ from trl_qurl.rollout.preparation import (
 )
 from trl_qurl.rollout.prompts import check_room, check_tokens
 from trl_qurl.rollout.recovery import from_main_process, raise_everywhere, recover
+from trl_qurl.rollout.repairs.finalizer import release_when_deleted
+from trl_qurl.rollout.repairs.image_prompts import as_plain, check_seen
 from trl_qurl.rollout.routes import ROUTES, Route, stream_metadata
 from trl_qurl.rollout.substitution import substitute
 from trl_qurl.rollout.sync import WeightSync
@@ -147,7 +148,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         logger.info("vLLM is ready.")
         if self._folder is not None and not self.rollout.round_base:
             self._folder.drop_weights("start")
-        colocated.release_when_deleted(self.llm)
+        release_when_deleted(self.llm)
         return colocated.ColocatedEngine(self.llm), route
 
     def _write_start(self, route: Route) -> Path | None:

@@ -16,8 +16,8 @@ The path of a weight tensor, file by file:
    `quantization/storage.py`).
 7. `rollout/engine/colocated.py` or `served.py`: one call to the engine's workers. A stream to a
    server goes over NCCL (`broadcast.py`).
-8. `rollout/engine/worker.py`: vLLM's own reload, in the worker, with fixes (`cpu.py`, `cuda.py`).
-9. `rollout/checks/reload.py`: layers that the reload left incomplete.
+8. `rollout/engine/worker.py`: vLLM's own reload, in the worker, with fixes (`rollout/repairs/`).
+9. `rollout/repairs/incomplete_reload.py`: layers that the reload left incomplete.
 10. `rollout/checks/tensors.py`: digests on arrival.
 
 What the engine computes with them shows in the next rollout (`trainers/guard.py`).

@@ -15,7 +15,7 @@ from trl_qurl.quantization.checkpoint_form import NamedTensors
 WORKER_EXTENSION = "trl_qurl.rollout.engine.worker.RolloutWorker"
 FRESH = "default"  # version of the weights that an engine starts with
 ADAPTER = "trl-qurl-policy"  # name of the trained adapter among the models that an engine serves
-# of our loader (`cpu`): vLLM's CPU build accepts an adapter on INT8 layers with it
+# of our loader (`repairs/cpu_adapters.py`), with which INT8 layers take an adapter on a CPU
 CPU_LOAD_FORMAT = "trl-qurl-cpu"
 # Prefix of every error about weights that a retry cannot fix. A server returns only the text of its
 # workers' errors.

@@ -20,9 +20,9 @@ from trl.trainer.utils import RepeatSampler
 from trl_qurl.objective import OBJECTIVES, TRL_LOSS, Objective, surrogate_terms
 from trl_qurl.rollout.ahead import AheadVLLMGeneration, UpcomingRows
 from trl_qurl.rollout.backend import Tokens
-from trl_qurl.rollout.images import plain_prompts
 from trl_qurl.rollout.mismatch import MismatchTally
 from trl_qurl.rollout.prompts import check_room
+from trl_qurl.rollout.repairs.image_prompts import plain_prompts
 from trl_qurl.trainers.arguments import check_arguments
 from trl_qurl.trainers.dynamic_sampling import named_rewards
 from trl_qurl.trainers.engine import QuantizedEngineMixin

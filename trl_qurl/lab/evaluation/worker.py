@@ -73,11 +73,8 @@ def start_engine(job: Job) -> tuple[dict[str, list[list[int]]], LLM]:
     import torch
     from transformers import AutoConfig, AutoTokenizer
 
-    from trl_qurl.rollout.engine.hardware import (
-        WORTH_COMPILING,
-        check_cpu_build,
-        cpu_cache_arguments,
-    )
+    from trl_qurl.rollout.engine.hardware import WORTH_COMPILING, check_cpu_build
+    from trl_qurl.rollout.repairs.cpu_memory import cpu_cache_arguments
 
     tokenizer = AutoTokenizer.from_pretrained(job.model)
     encode = partial(encode_prompt, tokenizer, **job.template)

@@ -25,12 +25,9 @@ from trl_qurl.quantization.plan import Formats, format_name, make_plan, schemes_
 from trl_qurl.quantization.smoothing import can_smooth
 from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.directory import CheckpointDirectory
-from trl_qurl.rollout.engine.hardware import (
-    check_cpu_build,
-    cpu_cache_arguments,
-    kernel_environment,
-)
+from trl_qurl.rollout.engine.hardware import check_cpu_build, kernel_environment
 from trl_qurl.rollout.engine.launch import require_vllm, resolve_model
+from trl_qurl.rollout.repairs.cpu_memory import cpu_cache_arguments
 from trl_qurl.rollout.wire import COMPILING
 
 

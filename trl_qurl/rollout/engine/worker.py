@@ -2,7 +2,7 @@
 
 vLLM imports this class by name (`--worker-extension-cls`, its official way to add worker methods).
 Neither the class nor its imports need TRL, so the engine may run in an environment without it.
-Whatever way tensors come, vLLM's own reload reads them one by one; `cuda` and `cpu` add fixes.
+Whatever way tensors come, vLLM's own reload reads them one by one, and `repairs` mends it.
 """
 
 import time
@@ -18,13 +18,11 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
     CompressedTensorsConfig,
 )
-from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_random_seed
 
 from trl_qurl.quantization.checkpoint_form import NamedTensors
 from trl_qurl.quantization.plan import fingerprint, stored_formats
 from trl_qurl.quantization.storage import read_tensors, tensor_shapes
-from trl_qurl.rollout.checks.reload import watched_reload
 from trl_qurl.rollout.checks.tensors import (
     MeteredStream,
     base_digests,
@@ -33,12 +31,9 @@ from trl_qurl.rollout.checks.tensors import (
 )
 from trl_qurl.rollout.engine.broadcast import received
 from trl_qurl.rollout.errors import SyncError
+from trl_qurl.rollout.repairs.in_worker import repaired_reload
+from trl_qurl.rollout.repairs.incomplete_reload import watched_reload
 from trl_qurl.rollout.wire import FRESH, NOT_RECEIVED, TensorMetadata, WeightUpdate
-
-if current_platform.is_cpu():
-    from trl_qurl.rollout.engine.cpu import repaired_reload
-else:
-    from trl_qurl.rollout.engine.cuda import repaired_reload
 
 
 class RolloutWorker:
