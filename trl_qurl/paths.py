@@ -1,4 +1,4 @@
-"""Whether a model or a data set is on this machine or on the Hub.
+"""Whether a model or a data set is on this machine or on the Hub, and whether it is complete.
 
 Nothing else is imported: commands ask before slow imports.
 """
@@ -19,3 +19,19 @@ def home_advice(path: str | Path) -> str:
     if not str(path).startswith("~"):
         return ""
     return " Write your home directory out: '~' stands for it only in a shell, unquoted."
+
+
+def check_model_directory(path: str | Path, instead_of_adapter: str) -> None:
+    """Raise `FileNotFoundError` for a directory without a complete model.
+
+    Libraries would look for the model on the Hub. If the directory holds an adapter, the message
+    says `instead_of_adapter` what to do.
+    """
+    if Path(path, "config.json").is_file():
+        return
+    if Path(path, "adapter_config.json").is_file():
+        raise FileNotFoundError(f"{path} holds an adapter, and no model: {instead_of_adapter}.")
+    raise FileNotFoundError(
+        f"{path} does not contain a model: give a directory with a config.json, or a name on the "
+        f"Hub such as Qwen/Qwen2.5-0.5B-Instruct.{home_advice(path)}"
+    )

@@ -3,10 +3,9 @@
 import argparse
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any
 
-from trl_qurl.paths import home_advice, is_local
+from trl_qurl.paths import check_model_directory, is_local
 
 
 class PatternAction(argparse.Action):
@@ -77,27 +76,13 @@ def check_hub(name: str, kind: str) -> None:
 
 
 def check_model(name_or_path: str) -> None:
-    """Raise if a local directory holds no model, which libraries would look up on the Hub, or that
-    is out of reach.
-    """
-    directory = Path(name_or_path)
+    """Raise if a local directory holds no model, or the Hub is out of reach."""
     if not is_local(name_or_path):
         check_hub(name_or_path, "model")
         return
-    if (directory / "config.json").is_file():
-        return
-    if (directory / "adapter_config.json").is_file():
-        merge = (
-            f"peft.AutoPeftModelForCausalLM.from_pretrained({name_or_path!r}).merge_and_unload()"
-        )
-        raise FileNotFoundError(
-            f"{name_or_path} holds an adapter, but a complete model is needed: merge the two first "
-            f"with {merge}.save_pretrained('merged'), or train with --save_quantized."
-        )
-    ways = (
-        "pass a directory with a config.json, or a name on the Hub such as "
-        "Qwen/Qwen2.5-0.5B-Instruct"
-    )
-    raise FileNotFoundError(
-        f"{name_or_path} does not contain a model: {ways}.{home_advice(name_or_path)}"
+    merge = f"peft.AutoPeftModelForCausalLM.from_pretrained({name_or_path!r}).merge_and_unload()"
+    check_model_directory(
+        name_or_path,
+        f"merge it into its base first with {merge}.save_pretrained('merged'), or train with "
+        "--save_quantized",
     )

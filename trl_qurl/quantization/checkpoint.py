@@ -20,7 +20,7 @@ from tqdm.auto import tqdm
 
 from trl_qurl.quantization.checkpoint_form import NamedTensors
 from trl_qurl.quantization.merging import model_parameters
-from trl_qurl.quantization.plan import Formats, QuantizationPlan, make_plan
+from trl_qurl.quantization.plan import Formats, QuantizationPlan, make_plan, require_formats
 from trl_qurl.quantization.storage import (
     check_replaceable,
     new_directory,
@@ -63,11 +63,7 @@ def write_checkpoint(
         OSError: If the directory cannot be written; nothing is left behind.
     """
     check_quantizer(quantizer)
-    plan = make_plan(model, formats, ignore)
-    if not plan.schemes:
-        raise ValueError(
-            f"{formats!r} quantizes nothing: choose a format, or use model.save_pretrained."
-        )
+    plan = make_plan(model, require_formats(formats, "formats"), ignore)
     check_replaceable(output_dir)
     writer = CheckpointWriter(model, tokenizer, plan)
     if quantizer == "llmcompressor":

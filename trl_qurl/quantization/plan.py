@@ -183,6 +183,16 @@ def read_formats(value: Any, setting: str = "rollout_quantization") -> str | dic
     )
 
 
+def require_formats(value: Any, setting: str) -> str | dict[str, str]:
+    """Return formats as `read_formats` does; raise `ValueError` if they quantize nothing."""
+    formats = read_formats(value, setting)
+    if formats is None:
+        raise ValueError(
+            f"{setting} is {value!r}, which quantizes nothing: choose one of {', '.join(SCHEMES)}."
+        )
+    return formats
+
+
 def _parse_formats(text: str, setting: str) -> dict[str, Any]:
     try:
         pairs = json.loads(text, object_pairs_hook=list)

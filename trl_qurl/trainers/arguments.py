@@ -5,7 +5,6 @@ TRL would report most of these errors minutes later.
 
 import dataclasses
 import inspect
-import os
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
@@ -16,11 +15,10 @@ from accelerate.utils import is_peft_model
 from datasets import Dataset
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
 from transformers.utils.quantization_config import QuantizationConfigMixin
 from trl.import_utils import is_vllm_available
 
-from trl_qurl.paths import home_advice, is_local
+from trl_qurl.paths import check_model_directory, is_local
 from trl_qurl.quantization.formats import gpu_capability
 from trl_qurl.rollout.engine.hardware import WORTH_COMPILING
 from trl_qurl.rollout.preparation import RolloutSettings
@@ -224,13 +222,7 @@ def check_reward(function: Any, args: Any, arguments: Mapping[str, Any]) -> None
 
 
 def check_adapter(model: PreTrainedModel | str, peft_config: Any) -> None:
-    """Raise `ValueError` for an adapter that no sync can merge, or that is passed as a model."""
-    files = os.listdir(model) if isinstance(model, str) and Path(model).is_dir() else []
-    if ADAPTER_CONFIG_NAME in files and CONFIG_NAME not in files:
-        raise ValueError(
-            f"{model} holds an adapter, and no model: load its base, and pass "
-            f"PeftModel.from_pretrained(base, {model!r}, is_trainable=True) to go on training it."
-        )
+    """Raise `ValueError` for an adapter that no sync can merge."""
     configs = [] if peft_config is None else [peft_config]
     if not isinstance(model, str) and is_peft_model(model):
         configs += model.peft_config.values()
@@ -250,12 +242,14 @@ def check_full_precision(
 ) -> None:
     """Raise `ValueError` if the model is, or would be loaded, quantized.
 
-    A sync needs full-precision weights.
+    A sync needs full-precision weights. Raises `FileNotFoundError` for a local directory without
+    a model.
     """
-    if isinstance(model, str) and is_local(model) and not Path(model).is_dir():
-        raise FileNotFoundError(
-            f"The model {model} does not exist: give a directory with a config.json, or a name on "
-            f"the Hub such as Qwen/Qwen2.5-0.5B-Instruct.{home_advice(model)}"
+    if isinstance(model, str) and is_local(model):
+        check_model_directory(
+            Path(model, loading.get("subfolder", "")),
+            f"load its base, and pass PeftModel.from_pretrained(base, {model!r}, "
+            "is_trainable=True) to go on training it",
         )
     cause = _quantized_by(model, quantization_config, loading)
     if cause is not None:

@@ -19,8 +19,7 @@ from transformers import TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.trainer.utils import get_config_model_id
 
-from trl_qurl.quantization.formats import SCHEMES
-from trl_qurl.quantization.plan import Formats, format_name, make_plan, read_formats
+from trl_qurl.quantization.plan import Formats, format_name, make_plan, require_formats
 from trl_qurl.quantization.storage import set_dtype
 from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.ahead import AheadVLLMGeneration
@@ -345,12 +344,8 @@ class QuantizedEngineMixin(TRLTrainer):
                 written.
         """
         args, generation = self.args, self.vllm_generation
-        formats = read_formats(args.rollout_quantization if formats is None else formats, "formats")
-        if formats is None:
-            raise ValueError(
-                "save_quantized(formats=...) needs a format: one of "
-                f"{', '.join(map(repr, SCHEMES))}."
-            )
+        formats = args.rollout_quantization if formats is None else formats
+        formats = require_formats(formats, "formats")
         ignore = (
             args.quantization_ignore
             if ignore is None
