@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from tiny import WHOLE_BLOCKS, layers_of, save_tiny, stream_of, tiny_model
 from transformers import AutoModelForCausalLM
 
-from trl_qurl import QuRLGRPOConfig
 from trl_qurl.quantization import SCHEMES, make_plan
 from trl_qurl.quantization.checkpoint import CheckpointWriter
 from trl_qurl.quantization.fake_quantization import check_unrounded, quantized_forward, round_base
@@ -325,30 +324,3 @@ def test_a_server_of_the_same_model_has_the_same_base(scheme, dtype, head, tmp_p
         FileNotFoundError, match="The quantized base of this run is gone from .*merge=True"
     ):
         route.starting_tensors()
-
-
-# Settings
-# --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (
-            {"rollout_quantization": None},
-            "rollout_quantization=None and weight_sync='auto': choose a format",
-        ),
-        (
-            {"weight_sync": "stream"},
-            "rollout_quantization='int8' and weight_sync='stream'.*round_base=False",
-        ),
-        (
-            {"weight_sync": "checkpoint"},
-            "round_base=True does not work with .*weight_sync='checkpoint'",
-        ),
-    ],
-)
-def test_a_rounded_base_needs_a_format_and_an_unmerged_adapter(settings, message):
-    with pytest.raises(ValueError, match=message):
-        QuRLGRPOConfig("out", round_base=True, **PLAIN | settings)
-    QuRLGRPOConfig("out", round_base=False, **PLAIN | settings)

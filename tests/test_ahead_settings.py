@@ -5,7 +5,7 @@ from accelerate import Accelerator
 from datasets import Dataset
 from trl.trainer.utils import RepeatSampler
 
-from trl_qurl import QuRLGRPOConfig, QuRLRLOOConfig
+from trl_qurl import QuRLGRPOConfig
 from trl_qurl.rollout.ahead import UpcomingRows
 from trl_qurl.trainers.arguments import check_arguments
 
@@ -23,39 +23,16 @@ def count(completions, **kwargs):
     return [float(len(completion)) for completion in completions]
 
 
-def config(kind=QuRLGRPOConfig, **settings):
-    return kind("out", **PLAIN | {"rollouts_ahead": 1, "per_device_train_batch_size": 4} | settings)
-
-
-@pytest.mark.parametrize("kind", [QuRLGRPOConfig, QuRLRLOOConfig])
-def test_settings_that_do_not_fit(kind):
-    config(kind)
-    with pytest.raises(
-        ValueError,
-        match="rollouts_ahead=1 needs a server .* vllm_mode is 'colocate': start one with",
-    ):
-        config(kind, vllm_mode="colocate")
-    for number in (-1, 2):
-        with pytest.raises(ValueError, match=f"rollouts_ahead is {number}, but must be 0 or 1"):
-            config(kind, rollouts_ahead=number)
-    config(kind, vllm_mode="colocate", rollouts_ahead=0)
-
-
-def test_dynamic_sampling_is_refused():
-    with pytest.raises(
-        ValueError,
-        match="cannot begin the next one ahead: set rollouts_ahead=0 or dynamic_sampling=",
-    ):
-        config(dynamic_sampling=True)
+def config(**settings):
+    settings = {"rollouts_ahead": 1, "per_device_train_batch_size": 4} | settings
+    return QuRLGRPOConfig("out", **PLAIN | settings)
 
 
 @pytest.mark.parametrize("name", ["tools", "rollout_func", "environment_factory"])
 def test_arguments_that_do_not_fit(name):
     arguments = {"model": "some/model", "train_dataset": ROWS, "reward_funcs": count}
     check_arguments(config(), arguments)
-    with pytest.raises(
-        ValueError, match=f"rollouts_ahead=1 does not work with {name}: remove one of them"
-    ):
+    with pytest.raises(ValueError, match=f"rollouts_ahead=1 .* {name}"):
         check_arguments(config(), arguments | {name: [count]})
     check_arguments(config(rollouts_ahead=0), arguments | {name: [count]})
 
@@ -66,14 +43,11 @@ def test_streams_and_images_are_refused():
         "train_dataset": ROWS.to_iterable_dataset(),
         "reward_funcs": count,
     }
-    with pytest.raises(
-        ValueError,
-        match="rollouts_ahead=1 does not work with a streaming dataset: load it with str",
-    ):
+    with pytest.raises(ValueError, match="rollouts_ahead=1 .* streaming=False"):
         check_arguments(config(), stream)
     check_arguments(config(rollouts_ahead=0), stream)
     images = ROWS.add_column("image", [None] * len(ROWS))
-    with pytest.raises(ValueError, match="rollouts_ahead=1 does not work with images"):
+    with pytest.raises(ValueError, match="rollouts_ahead=1 .* images"):
         check_arguments(
             config(), {"model": "some/model", "train_dataset": images, "reward_funcs": count}
         )

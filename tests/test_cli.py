@@ -83,7 +83,7 @@ def test_a_command_imports_its_own_module_and_nothing_heavy():
         (["quantize", "model", "out", "more", "--scheme", "int8"], "Unexpected argument more."),
         (
             ["quantize", "model", "out", "--scheme", "none"],
-            "--scheme none quantizes nothing: choose a format.",
+            "--scheme is 'none', which quantizes nothing: choose one of int8",
         ),
     ],
 )
@@ -348,22 +348,17 @@ def test_a_name_on_the_hub_costs_one_request(monkeypatch):
 
 
 def test_a_directory_without_a_model_is_not_taken_for_a_hub_name(tmp_path, monkeypatch, capsys):
-    with pytest.raises(FileNotFoundError, match="a/missing/path does not contain a model"):
-        check_model("a/missing/path")
-    with pytest.raises(FileNotFoundError, match="does not contain a model"):
-        check_model(str(tmp_path))
+    for path in ("a/missing/path", str(tmp_path)):
+        with pytest.raises(FileNotFoundError, match=f"{path} .*config.json"):
+            check_model(path)
     (tmp_path / "config.json").write_text("{}")
     check_model(str(tmp_path))
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cli.main(["quantize", "~/", str(tmp_path / "out"), "--scheme", "int8"]) == 2
-    assert (
-        "~/ does not contain a model: " in (error := capsys.readouterr().err)
-        and "home directory" in error
-    )
+    error = capsys.readouterr().err
+    assert "~/ does not contain a model" in error and "home directory" in error
     (tmp_path / "config.json").rename(tmp_path / "adapter_config.json")
-    with pytest.raises(
-        FileNotFoundError, match=r"holds an adapter.*merge_and_unload.*--save_quantized"
-    ):
+    with pytest.raises(FileNotFoundError, match="adapter.*merge_and_unload.*--save_quantized"):
         check_model(str(tmp_path))
 
 

@@ -16,9 +16,10 @@ from trl.experimental.iw_opd import IWOPDConfig
 from trl.experimental.sdft import SDFTConfig
 from trl.experimental.sdpo import SDPOConfig
 
-from trl_qurl import QuRLGRPOConfig, QuRLPPOConfig, QuRLRLOOConfig
+from trl_qurl import QuRLGRPOConfig, QuRLPPOConfig
 from trl_qurl.config import CLIPPED_LOSS_TYPES, TAKEN_ENGINE_ARGUMENTS, QuantizedRolloutsConfig
-from trl_qurl.config.checks import UNFOLLOWED, check_types
+from trl_qurl.config.checks import check_types
+from trl_qurl.config.refusals import CHOICES, GROUP_NUMBERS, NUMBERS, UNFOLLOWED
 from trl_qurl.objective import OBJECTIVES
 from trl_qurl.quantization.formats import TOKEN_CACHES
 
@@ -106,16 +107,15 @@ def test_the_mixin_fits_another_trainers_config():
         "TRL's defaults are kept"
     )
     assert settings.updates_per_rollout == 1
-    with pytest.raises(ValueError, match="weight_sync is 'nccl'"):
-        QuantizedGMPOConfig("out", **PLAIN, weight_sync="nccl")
+    assert "weight_sync is 'nccl'" in refusal(QuantizedGMPOConfig, weight_sync="nccl")
 
 
 @pytest.mark.parametrize("parent", [SDPOConfig, SDFTConfig])
 def test_a_teacher_on_the_server_that_generates_is_refused(parent):
     """It would be the quantized actor. IW-OPD's teacher has a server of its own."""
     ours = dataclass(type("Quantized", (QuantizedRolloutsConfig, parent), {}))
-    with pytest.raises(ValueError, match="use_teacher_server=True .* quantized actor.* False"):
-        ours("out", **PLAIN, vllm_mode="server", use_teacher_server=True)
+    message = refusal(ours, vllm_mode="server", use_teacher_server=True)
+    assert "use_teacher_server=True" in message and "use_teacher_server=False" in message
     assert not ours("out", **PLAIN, vllm_mode="server").use_teacher_server
     other = dataclass(type("Quantized", (QuantizedRolloutsConfig, IWOPDConfig), {}))
     url = "http://127.0.0.1:8001"
@@ -152,149 +152,128 @@ def test_updates_per_rollout(
 # Refusals
 # --------------------------------------------------------------------------------------------------
 
-# Settings that cannot work together -> what is wrong ... what to do.
-REFUSED = [
+NAN, INFINITY = float("nan"), float("inf")
+
+# A setting, a value that it cannot have, and what the message names as allowed.
+VALUES = [
+    ("weight_sync", "nccl", "'checkpoint'"),
+    ("vllm_mode", "remote", "'server'"),
+    ("mismatch_guard", "halt", "'stop'"),
+    ("objective", "ppo", "'trl'"),
+    *(("uaq_scale", scale, "1.0") for scale in (0.0, -1.5, INFINITY, NAN)),
+    *(("importance_cap", cap, "None") for cap in (0.0, -1.0, NAN)),
+    ("mismatch_guard_kl", 0.0, "0.1"),
+    ("vllm_request_timeout", 0, "seconds"),
+    ("vllm_request_timeout", NAN, "seconds"),
+    ("sync_check_interval", -1, "0"),
+    ("temperature", 0.0, "positive"),
+    ("max_completion_length", 0, "1"),
+    ("rollouts_ahead", -1, "0 or 1"),
+    ("rollouts_ahead", 2, "0 or 1"),
+    ("vllm_gpu_memory_utilization", 30, "at most 1"),
+    ("num_generations", 0, "1"),
+    ("uaq_scale", "1.5", "number"),
+    ("smooth_activations", "off", "True or False or None"),
+    ("max_steps", 2.5, "whole number"),
+    ("importance_cap", True, "number or None"),
+    ("quantization_ignore", "re:([", "regular expression"),
+    ("vllm_engine_kwargs", "enforce_eager", "JSON"),
+]
+
+
+def refusal(kind=QuRLGRPOConfig, **settings):
+    """What a config says that cannot be made."""
+    with pytest.raises(ValueError) as error:
+        kind("out", **PLAIN | SEVERAL_UPDATES | settings)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(("name", "value", "allowed"), VALUES)
+def test_a_value_that_is_refused_is_named_with_what_is_allowed(name, value, allowed):
+    message = refusal(**{name: value})
+    assert name in message and repr(value) in message and allowed in message
+
+
+def test_every_value_of_the_tables_is_checked():
+    assert {*CHOICES, *NUMBERS, *GROUP_NUMBERS} <= {name for name, *_ in VALUES}
+
+
+# Settings that conflict, others that they need, and the way out.
+CONFLICTING = [
+    ({"use_vllm": False}, {}, "TRL's own trainer"),
+    ({"round_base": True, "rollout_quantization": None}, {}, "round_base=False"),
+    ({"round_base": True, "weight_sync": "stream"}, {}, "weight_sync='adapter'"),
+    ({"weight_sync": "llmcompressor", "rollout_quantization": None}, {}, "weight_sync='auto'"),
+    ({"rollouts_ahead": 1, "vllm_mode": "colocate"}, {}, "vllm_mode='server'"),
     (
-        {"rollout_quantization": "int4"},
-        r"Unknown quantization scheme 'int4'; did you mean 'w4a16'\? Choose one of 'int8', 'fp8', "
-        r".*, or None",
+        {"vllm_engine_kwargs": {"enforce_eager": True}, "vllm_mode": "server"},
+        {},
+        "trl-qurl serve",
     ),
     (
-        {"weight_sync": "nccl"},
-        r"weight_sync is 'nccl', but must be one of 'auto', 'stream', 'checkpoint', 'adapter', "
-        r"'llmcompressor'",
+        {"smooth_activations": True, "rollout_quantization": "fp8"},
+        {},
+        "Leave smooth_activations out",
     ),
     (
-        {"uaq_scale": 0.0},
-        r"uaq_scale is 0\.0, .* must be positive and finite \(.* 1\.5; 1\.0 turns UAQ off\)",
+        {"smooth_activations": True, "weight_sync": "llmcompressor"},
+        {},
+        "Leave smooth_activations out",
     ),
-    ({"uaq_scale": "1.5"}, r"uaq_scale is '1\.5', but must be a number\."),
+    ({"smooth_activations": True, "round_base": True}, {}, "Leave smooth_activations out"),
+    ({"sync_ref_model": True, "uaq_scale": 1.5}, {"beta": 0.1}, "sync_ref_model=False"),
+    ({"dynamic_sampling_reward": "length"}, {}, "dynamic_sampling=True"),
+    ({"dynamic_sampling": True, "rollouts_ahead": 1}, {"vllm_mode": "server"}, "rollouts_ahead=0"),
     (
-        {"smooth_activations": "off"},
-        r"smooth_activations is 'off', but must be True or False or None\.",
-    ),
-    ({"max_steps": 2.5}, r"max_steps is 2\.5, but must be a whole number\."),
-    ({"importance_cap": True}, r"importance_cap is True, but must be a number or None\."),
-    ({"num_generations": 0}, r"num_generations is 0, but must be 1 or more\."),
-    (
-        {"vllm_gpu_memory_utilization": 30},
-        r"vllm_gpu_memory_utilization is 30, but must be a share of the GPU",
-    ),
-    (
-        {"quantization_ignore": ["lm_head", "re:(["]},
-        r"quantization_ignore has 're:\(\[', which is not a regular exp",
-    ),
-    ({"uaq_scale": -1.5}, r"uaq_scale is -1\.5, .* 1\.0 turns UAQ off"),
-    ({"uaq_scale": float("inf")}, r"uaq_scale is inf, .* 1\.0 turns UAQ off"),
-    ({"uaq_scale": float("nan")}, r"uaq_scale is nan, .* 1\.0 turns UAQ off"),
-    (
-        {"sync_ref_model": True, "beta": 0.1, "uaq_scale": 1.5},
-        r"sync_ref_model=True mixes .* uaq_scale=1\.5 .*: set uaq_scale=1\.0, or "
-        r"sync_ref_model=False",
-    ),
-    (
-        {"sync_check_interval": -1},
-        r"sync_check_interval is -1, but must be a number of syncs, or 0 for none",
-    ),
-    (
-        {"vllm_request_timeout": 0},
-        r"vllm_request_timeout is 0, but must be a positive number of seconds",
-    ),
-    (
-        {"vllm_request_timeout": float("nan")},
-        r"vllm_request_timeout is nan, but must be a positive number of seconds",
-    ),
-    (
-        {"vllm_engine_kwargs": {"kv_cache_dtype": "fp8_e5m2"}},
-        r"kv_cache_dtype of vllm_engine_kwargs is 'fp8_e5m2', a format of the key-value cache .*: "
-        r"use one of 'auto', ",
-    ),
-    (
-        {"vllm_mode": "server", "vllm_engine_kwargs": {"enforce_eager": True}},
-        r"\['enforce_eager'\] would have no effect with vllm_mode='server': pass them to `trl-qurl "
-        r"serve`",
-    ),
-    (
-        {"vllm_engine_kwargs": "enforce_eager"},
-        r"vllm_engine_kwargs is 'enforce_eager': write a JSON dictionary, such as",
-    ),
-    (
-        {"objective": "ppo"},
-        r"objective is 'ppo', but must be one of 'acr', 'tis', 'decoupled', 'quantized_ratio', "
-        r"'naive', .*'trl'\.",
+        {
+            "objective": "trl",
+            "loss_type": "vespo",
+            "vllm_importance_sampling_mode": "sequence_mask",
+        },
+        {},
+        "'token_truncate' and 'token_mask'",
     ),
     *(
         (
             {"objective": objective, "vllm_importance_sampling_correction": False},
-            rf"correction=False does not fit objective='{objective}': leave it True .*, or use "
-            r"objective='trl'",
+            {},
+            "objective='trl'",
         )
-        for objective in OBJECTIVES
-    ),
-    (
-        {"objective": "acr", "beta": 0.1},
-        r"use_bias_correction_kl=True with beta=0\.1 does not fit objective='acr': set .*=False, "
-        r"or use .*'tis'",
+        for objective in ("acr", "naive")
     ),
     *(
-        (
-            {"importance_cap": cap},
-            r"importance_cap is .*, but must be a ratio above 0, or None for no cap",
+        ({"objective": "acr"} | settings, {}, "objective='tis'")
+        for settings in (
+            {"importance_sampling_level": "sequence"},
+            {"loss_type": "cispo"},
+            {"loss_type": "vespo"},
+            {"use_bias_correction_kl": True, "beta": 0.1},
+            {"delta": 4.0},
         )
-        for cap in (0.0, -1.0, float("nan"))
-    ),
-    (
-        {"use_vllm": False},
-        r"use_vllm=False has no quantized rollouts: set it to True, or use TRL's own trainer",
-    ),
-    (
-        {"objective": "acr", "delta": 4.0},
-        r"delta=4\.0 does not fit .*: set delta=None, or use objective='tis'.* or 'trl'",
-    ),
-    (
-        {"objective": "acr", "importance_sampling_level": "sequence"},
-        r"importance_sampling_level='sequence' does not fit objective='acr': use 'token', or use "
-        r"objective='tis'",
-    ),
-    *(
-        (
-            {"objective": "acr", "loss_type": loss_type},
-            rf"loss_type='{loss_type}' does not fit objective='acr'.*'dr_grpo', 'dapo', or use "
-            r"objective='tis'.*'trl'",
-        )
-        for loss_type in ("cispo", "sapo", "vespo", "luspo")
-    ),
-    *(
-        (
-            {"objective": "trl", "loss_type": "vespo", "vllm_importance_sampling_mode": mode},
-            rf"'vespo' does not fit vllm_importance_sampling_mode='{mode}': use one of "
-            r"'token_truncate', 'token_mask'",
-        )
-        for mode in ("sequence_mask", "sequence_truncate")
-    ),
-    *(
-        (
-            {"vllm_engine_kwargs": {argument: None}},
-            rf"vllm_engine_kwargs sets '{argument}', but that is governed by .*\. Remove it\.",
-        )
-        for argument in TAKEN_ENGINE_ARGUMENTS
-    ),
-    *(
-        (
-            {"vllm_engine_kwargs": {argument: None}},
-            rf"vllm_engine_kwargs sets '{argument}', but .*\. Remove it\.",
-        )
-        for argument in UNFOLLOWED
     ),
 ]
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"), REFUSED, ids=[json.dumps(settings) for settings, _ in REFUSED]
-)
-def test_what_cannot_work_is_refused_with_the_way_out(settings, message):
-    with pytest.raises(ValueError, match=message):
-        config(**settings)
+@pytest.mark.parametrize(("settings", "beside", "way_out"), CONFLICTING, ids=json.dumps)
+def test_a_conflict_is_named_with_the_way_out(settings, beside, way_out):
+    message = refusal(**settings, **beside)
+    assert all(f"{name}={value!r}" in message for name, value in settings.items()), message
+    assert way_out in message
+
+
+def test_what_only_some_trainers_can_do():
+    @dataclass
+    class Other(QuantizedRolloutsConfig, SDPOConfig):
+        """As a project of somebody else may have it."""
+
+    assert "mismatch_guard='stop'" in refusal(Other, mismatch_guard="stop")
+    assert "rollouts_ahead=1" in refusal(Other, rollouts_ahead=1, vllm_mode="server")
+
+
+def test_engine_arguments_that_are_taken_or_cannot_be_followed():
+    for name, reason in {**TAKEN_ENGINE_ARGUMENTS, **UNFOLLOWED}.items():
+        message = refusal(vllm_engine_kwargs={name: None})
+        assert f"vllm_engine_kwargs sets {name!r}" in message and reason in message
 
 
 # Each piece of advice, followed.
@@ -303,16 +282,12 @@ def test_what_cannot_work_is_refused_with_the_way_out(settings, message):
     [
         *({"objective": "acr", "loss_type": loss} for loss in CLIPPED_LOSS_TYPES),
         *(
-            {
-                "loss_type": loss,
-                "importance_sampling_level": level,
-                "delta": 4.0,
-                "objective": objective,
-            }
-            for objective in (*[name for name in OBJECTIVES if name != "acr"], "trl")
-            for loss in (*CLIPPED_LOSS_TYPES, "cispo", "sapo", "vespo", "luspo")
-            for level in ("token", "sequence")
-            if not (objective == "trl" and loss == "vespo")  # refused with TRL's default mode
+            {"objective": objective, "loss_type": "cispo", "importance_sampling_level": "sequence"}
+            for objective in (*OBJECTIVES.keys() - {"acr"}, "trl")
+        ),
+        *(
+            {"objective": "tis", "loss_type": loss}
+            for loss in (*CLIPPED_LOSS_TYPES, "sapo", "vespo", "luspo")
         ),
         *(
             {"objective": "trl", "vllm_importance_sampling_mode": mode}
@@ -352,10 +327,9 @@ def test_what_fits_is_accepted_without_a_warning(settings):
 @pytest.mark.parametrize("cache", TOKEN_CACHES)
 def test_caches_that_only_gpus_have(cache, monkeypatch):
     settings = {"vllm_engine_kwargs": {"kv_cache_dtype": cache}}
-    with pytest.raises(
-        ValueError, match=f"is {cache!r}, a format .* not support here: .* 'fp8', 'fp8_e4m3'."
-    ):
-        config(**settings)
+    message = refusal(**settings)
+    assert "kv_cache_dtype of vllm_engine_kwargs" in message and repr(cache) in message
+    assert message.endswith("'fp8', 'fp8_e4m3'.")
     monkeypatch.setattr("trl_qurl.quantization.formats.gpu_capability", lambda: (8, 0))
     config(**settings)
 
@@ -428,27 +402,19 @@ def test_updates_that_mix_two_rollouts_are_named(per_rollout, iterations, per_up
     ] * mixes
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
-def test_changed_settings_that_only_trls_loss_reads_are_named_in_one_warning(objective):
-    advice = {
-        "vllm_importance_sampling_clip_max=4.0": "set importance_cap.",
-        "vllm_importance_sampling_clip_min=0.5": "leave it out, or use objective='trl'.",
-        "vllm_importance_sampling_mode='token_mask'": "leave it out, or use objective='trl'.",
-    }
+def test_changed_settings_that_only_trls_loss_reads_are_named_in_one_warning():
     settings = {
-        setting.partition("=")[0]: yaml.safe_load(setting.partition("=")[2]) for setting in advice
+        "vllm_importance_sampling_clip_max": 4.0,
+        "vllm_importance_sampling_clip_min": 0.5,
+        "vllm_importance_sampling_mode": "token_mask",
     }
     with pytest.warns(UserWarning) as caught:
-        given = config(objective=objective, **settings)
+        given = config(objective="naive", **settings)
     [warning] = caught
-    sentences = [
-        f"{setting} has no effect with objective='{objective}': {way}"
-        for setting, way in advice.items()
-    ]
-    assert (str(warning.message), warning.filename) == (
-        " ".join(sentences),
-        config.__code__.co_filename,
-    )
+    message = str(warning.message)
+    assert all(f"{name}={value!r} has no effect" in message for name, value in settings.items())
+    assert "importance_cap" in message and message.count("objective='trl'") == 2
+    assert warning.filename == config.__code__.co_filename
     assert {name: getattr(given, name) for name in settings} == settings
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -459,34 +425,24 @@ def test_a_list_of_numbers_is_not_checked_as_a_number():  # the beta of TRL's On
     check_types(dataclasses.make_dataclass("Betas", [("beta", list[float])])([0.1]))
 
 
-def test_llmcompressor_works_with_a_format_and_in_one_process(monkeypatch):
+def test_llmcompressor_works_in_one_process(monkeypatch):
     # whether llm-compressor is here or not
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    with pytest.raises(
-        ValueError, match=r"needs a format .*, but rollout_quantization is None .*: use weight_sync"
-    ):
-        config(weight_sync="llmcompressor", rollout_quantization=None)
+    config(weight_sync="llmcompressor")
     monkeypatch.setattr(QuRLGRPOConfig, "world_size", 2)
-    with pytest.raises(
-        ValueError, match=r"works in one process, .* and this run has 2: use weight_sync='auto'"
-    ):
-        config(weight_sync="llmcompressor")
-    config(weight_sync="auto")
+    message = refusal(weight_sync="llmcompressor")
+    assert "world_size=2" in message and "weight_sync='auto'" in message
 
 
 def test_processes_wait_for_the_main_one_longer_than_it_waits_for_the_server(monkeypatch):
-    for kind in (QuRLGRPOConfig, QuRLRLOOConfig, QuRLPPOConfig):
-        monkeypatch.setattr(kind, "world_size", 2)
+    monkeypatch.setattr(QuRLGRPOConfig, "world_size", 2)
     config(vllm_mode="server")  # 900 + 240 seconds, and TRL's 1800
-    for kind in (QuRLGRPOConfig, QuRLRLOOConfig, QuRLPPOConfig):
-        with pytest.raises(
-            ValueError, match=r"for 2100 seconds .* give up after ddp_timeout=1800: set it to more"
-        ):
-            kind("out", **PLAIN, vllm_mode="server", vllm_server_timeout=1200.0)
+    message = refusal(vllm_mode="server", vllm_server_timeout=1200.0)
+    assert "vllm_request_timeout=900.0 and vllm_server_timeout=1200.0" in message
+    assert "ddp_timeout=1800" in message
     config(vllm_mode="server", vllm_server_timeout=1200.0, ddp_timeout=2101)
     config(vllm_mode="server", vllm_request_timeout=1559.0)
-    with pytest.raises(ValueError, match="for 1800 seconds"):
-        config(vllm_mode="server", vllm_request_timeout=1560.0)
+    assert "ddp_timeout=1800" in refusal(vllm_mode="server", vllm_request_timeout=1560.0)
     config(vllm_server_timeout=1200.0)  # a colocated engine has no requests
     monkeypatch.setattr(QuRLGRPOConfig, "world_size", 1)
     config(vllm_mode="server", vllm_server_timeout=1200.0)
@@ -527,9 +483,7 @@ def test_the_command_line(parser):
 
 def test_a_clash_is_found_in_json_as_well():
     arguments = [*COMMAND_LINE, "--vllm_engine_kwargs", '{"quantization": "fp8"}']
-    with pytest.raises(
-        ValueError, match=r"vllm_engine_kwargs sets 'quantization', .* by rollout_quantization"
-    ):
+    with pytest.raises(ValueError, match="'quantization', .* rollout_quantization"):
         TrlParser(QuRLGRPOConfig).parse_args_and_config(arguments)
 
 

@@ -15,7 +15,7 @@ from made_up_policy import ROWS, MadeUpPolicy, tells_apart
 from support.building import build, reward, settings_of
 from support.training import metrics_by_step
 
-from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer, QuRLPPOConfig
+from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
 from trl_qurl.trainers.arguments import check_arguments
 from trl_qurl.trainers.dynamic_sampling import (
     PromptStream,
@@ -276,15 +276,6 @@ def test_what_it_cannot_work_with_is_refused(tmp_path):
         check(arguments(train_dataset=Dataset.from_list([{"prompt": "a", "image": "b"}])))
     with pytest.raises(ValueError, match="'accuracy'.*'len_reward'"):
         check(arguments(), "accuracy")
-
-
-def test_settings_that_make_no_sense_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="has no effect unless dynamic_sampling=True"):
-        QuRLGRPOConfig(tmp_path, bf16=False, dynamic_sampling_reward="len_reward")
-    with pytest.raises(
-        ValueError, match="dynamic_sampling is True, but with a critic must be one of False"
-    ):
-        QuRLPPOConfig(tmp_path, bf16=False, dynamic_sampling=True)
 
 
 CONFIG = {

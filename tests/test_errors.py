@@ -170,24 +170,6 @@ def test_math_verify_missing(train, monkeypatch):
 # --------------------------------------------------------------------------------------------------
 
 
-def test_unknown_scheme(train):
-    message = train("--rollout_quantization", "int4")
-    assert message == (
-        "Unknown quantization scheme 'int4'; did you mean 'w4a16'? Choose one of "
-        f"{', '.join(map(repr, SCHEMES))}, or None ('none' on the command line) for unquantized "
-        "rollouts."
-    )
-
-
-def test_all_layers_ignored(train):
-    message = train("--quantization_ignore", "lm_head", "re:.*layers.*")
-    assert (
-        "matches all 14 linear layers of Qwen2ForCausalLM, so there is nothing to quantize: narrow "
-        "the" in message
-    )
-    assert "rollout_quantization=None" in message
-
-
 def test_tokenizer_without_a_chat_template(train, tmp_path):
     base = save_tiny(tmp_path / "base")
     (base / "model.safetensors").unlink()
@@ -340,20 +322,10 @@ def test_questions_that_do_not_fill_a_rollout(train, tmp_path):
     )
 
 
-def test_prompts_and_completions_longer_than_the_context(train, tmp_path):
-    lines = [
-        '{"question": "1 + 1?", "answer": "2"}',
-        json.dumps({"question": "word " * 100, "answer": "2"}),
-    ]
-    (tmp_path / "long.jsonl").write_text("\n".join(lines * 16))
-    message = train("--dataset", tmp_path / "long.jsonl", "--max_completion_length", 8)
-    assert re.match(
-        r"The prompt in row 2 of .*long\.jsonl of \d{3} tokens fills the context of 128 ", message
-    )
-    message = train("--dataset", tmp_path / "long.jsonl", "--vllm_max_model_length", 64)
-    assert message.startswith(
-        "--max_completion_length allows 64 tokens, which fill the context of 64 (--vllm_max_model_l"
-    )
+def test_completions_longer_than_the_context(train):
+    message = train("--vllm_max_model_length", 64)
+    assert "--max_completion_length allows 64 tokens" in message
+    assert "context of 64 (--vllm_max_model_length" in message
 
 
 def test_a_tracker_that_is_not_installed(train):

@@ -1,6 +1,4 @@
-"""QuRLPPOConfig: what it takes over, what it refuses, and what
-one completion per prompt leaves on.
-"""
+"""QuRLPPOConfig: what it takes over and refuses, and what one completion per prompt leaves on."""
 
 import re
 
@@ -8,6 +6,7 @@ import pytest
 from trl import GRPOConfig
 
 from trl_qurl import QuRLPPOConfig
+from trl_qurl.config.refusals import CRITIC_NUMBERS, WITH_A_CRITIC
 
 # Several updates per rollout avoid the warning about objectives without effect.
 SETTINGS = {
@@ -71,7 +70,7 @@ def test_an_odd_batch_is_allowed(tmp_path):
             {"num_generations": 1, "auto_find_batch_size": True},
             "auto_find_batch_size is not supported",
         ),
-        ({"num_generations": 1, "objective": "ppo"}, "objective is 'ppo', but must be one of"),
+        ({"num_generations": 1, "objective": "ppo"}, "objective is 'ppo'"),
     ],
 )
 def test_the_parents_other_checks_stay_on(tmp_path, settings, message):
@@ -86,29 +85,31 @@ def test_trl_itself_refuses_one_generation(tmp_path):
         GRPOConfig(str(tmp_path), **SETTINGS, num_generations=1)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"num_generations": 0}, "num_generations is 0, but must be 1 or more"),
-        ({"gamma": 1.1}, "gamma is 1.1, but must be in [0, 1]"),
-        ({"gae_lambda": -0.1}, "gae_lambda is -0.1, but must be in [0, 1]"),
-        ({"critic_learning_rate": 0.0}, "critic_learning_rate is 0.0, but must be positive"),
-        ({"critic_warmup_steps": -1}, "critic_warmup_steps is -1"),
-        ({"value_clip_range": 0.0}, "or None for no clipping"),
-        (
-            {"scale_rewards": "group"},
-            "scale_rewards is 'group', but with a critic must be one of 'none', False",
-        ),
-        ({"scale_rewards": "batch"}, "scale_rewards is 'batch'"),
-        (
-            {"multi_objective_aggregation": "normalize_then_sum"},
-            "a critic must be one of 'sum_then_normalize'",
-        ),
-    ],
-)
-def test_refusals_name_the_setting_and_the_way_out(tmp_path, settings, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        config(tmp_path, **settings)
+# A setting, a value that it cannot have, and what the message names as allowed.
+VALUES = [
+    ("gamma", 1.1, "[0, 1]"),
+    ("gae_lambda", -0.1, "[0, 1]"),
+    ("critic_learning_rate", 0.0, "positive"),
+    ("critic_warmup_steps", -1, "0"),
+    ("value_clip_range", 0.0, "None"),
+    ("loss_type", "cispo", "'dapo'"),
+    ("importance_sampling_level", "sequence", "'token'"),
+    ("dynamic_sampling", True, "False"),
+    ("scale_rewards", "group", "'none', False"),
+    ("multi_objective_aggregation", "normalize_then_sum", "'sum_then_normalize'"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "allowed"), VALUES)
+def test_a_value_that_is_refused_is_named_with_what_is_allowed(tmp_path, name, value, allowed):
+    with pytest.raises(ValueError) as error:
+        config(tmp_path, **{name: value})
+    message = str(error.value)
+    assert name in message and repr(value) in message and allowed in message
+
+
+def test_every_value_of_the_tables_is_checked():
+    assert CRITIC_NUMBERS.keys() | WITH_A_CRITIC.keys() == {name for name, *_ in VALUES}
 
 
 def test_settings_that_are_fine(tmp_path):

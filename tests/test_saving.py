@@ -128,7 +128,7 @@ MISTAKES = {
     "own directory": ("FileExistsError", "would be replaced", "not a quantized checkpoint"),
     "unknown scheme": ("ValueError", "'int4'", "'int8', 'fp8'"),
     "nothing left": ("ValueError", "re:.*", "narrow the patterns"),
-    "no scheme": ("ValueError", "save_quantized(formats=...) needs a format", "'int8', 'fp8'"),
+    "no scheme": ("ValueError", "formats is None", "int8, fp8"),
     "unwritable": ("OSError", "Not a directory", "output_dir of save_quantized"),
 }
 

@@ -1,5 +1,4 @@
-"""Training with a critic: per-token rewards, generalized advantage estimation (GAE), and the value
-loss.
+"""Training with a critic: rewards per token, generalized advantages (GAE), and the value loss.
 
 Pure functions of tensors and floats. For a mean over all processes, the caller passes a function
 that sums over them.
@@ -9,6 +8,7 @@ policy itself produced. Padding and tool output are not actions: GAE skips them,
 return 0 there. `values[:, t]` is the critic's estimate before token `t` is chosen.
 """
 
+import math
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
@@ -56,11 +56,13 @@ def token_rewards(rewards: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """
     mask = mask.bool()
     if rewards.shape != mask.shape[:1]:
-        shapes = f"rewards of shape {tuple(rewards.shape)} for a mask of shape {tuple(mask.shape)}"
-        raise ValueError(f"Got {shapes}: pass one reward per sequence.")
+        raise ValueError(
+            f"Got rewards of shape {tuple(rewards.shape)} for a mask of shape "
+            f"{tuple(mask.shape)}: pass one reward per sequence."
+        )
     positions = torch.arange(mask.size(1), device=mask.device)  # (T,)
-    # (B, 1), -1 if no token is learned
-    last = torch.where(mask, positions, -1).amax(dim=1, keepdim=True)
+    learned = torch.where(mask, positions, -1)  # (B, T)
+    last = learned.amax(dim=1, keepdim=True)  # (B, 1), -1 if no token is learned
     # Not a product, so an undefined reward (NaN) does not spread over the whole sequence.
     return torch.where(positions == last, rewards.unsqueeze(1), 0.0)  # (B, T)
 
@@ -103,14 +105,16 @@ def generalized_advantages(
         )
     mask = mask.bool()
     advantages = torch.zeros_like(values)
-    next_value, next_advantage = bootstrap, torch.zeros_like(bootstrap)  # (B,)
+    next_value = bootstrap  # (B,)
+    next_advantage = torch.zeros_like(bootstrap)  # (B,)
     for t in reversed(range(mask.size(1))):
         delta = rewards[:, t] + gamma * next_value - values[:, t]
         advantage = delta + gamma * gae_lambda * next_advantage
         next_value = torch.where(mask[:, t], values[:, t], next_value)
         next_advantage = torch.where(mask[:, t], advantage, next_advantage)
         advantages[:, t] = torch.where(mask[:, t], advantage, 0.0)
-    return Advantages(advantages, torch.where(mask, advantages + values, 0.0))
+    returns = torch.where(mask, advantages + values, 0.0)
+    return Advantages(advantages, returns)
 
 
 def bootstrap_values(
@@ -119,8 +123,7 @@ def bootstrap_values(
     completion_mask: torch.Tensor,
     ends: Collection[int],
 ) -> torch.Tensor:
-    """Return the critic's estimate after each truncated completion, and 0 after each one that
-    ended.
+    """Return the critic's estimate after each truncated completion, and 0 after one that ended.
 
     Args:
         values: `(B, T + 1)`: before each token and, in the last column, after all of them.
@@ -134,7 +137,8 @@ def bootstrap_values(
     lengths = completion_mask.sum(dim=1, keepdim=True)  # (B, 1)
     last_ids = completion_ids.gather(1, (lengths - 1).clamp(min=0)).squeeze(1)  # (B,)
     ended = torch.isin(last_ids, torch.tensor(list(ends), device=last_ids.device))
-    return torch.where(ended, 0.0, values.gather(1, lengths).squeeze(1))
+    last_values = values.gather(1, lengths).squeeze(1)
+    return torch.where(ended, 0.0, last_values)
 
 
 def masked_moments(
@@ -155,13 +159,11 @@ def masked_moments(
     # Two passes, because Σ x² − n·mean² loses all digits if the spread is small compared with the
     # mean.
     elements = tensor.detach().float()[mask.bool()]
-    total, count = sum_over_processes(
-        torch.stack([elements.sum(), elements.new_tensor(float(elements.numel()))])
-    )
+    own_count = elements.new_tensor(float(elements.numel()))
+    total, count = sum_over_processes(torch.stack([elements.sum(), own_count]))
     mean = total / count
-    return Moments(
-        mean, sum_over_processes((elements - mean).square().sum()) / (count - 1).clamp(min=0.0)
-    )
+    squares = sum_over_processes((elements - mean).square().sum())
+    return Moments(mean, squares / (count - 1).clamp(min=0.0))
 
 
 def whiten(tensor: torch.Tensor, mask: torch.Tensor, moments: Moments) -> torch.Tensor:
@@ -180,7 +182,8 @@ def whiten(tensor: torch.Tensor, mask: torch.Tensor, moments: Moments) -> torch.
         `(B, T)`, 0 where the mask is false. A single element has no variance and is only shifted.
     """
     variance = torch.where(moments.variance.isnan(), 1.0, moments.variance)
-    return torch.where(mask.bool(), (tensor - moments.mean) * torch.rsqrt(variance + 1e-8), 0.0)
+    whitened = (tensor - moments.mean) * torch.rsqrt(variance + 1e-8)
+    return torch.where(mask.bool(), whitened, 0.0)
 
 
 def value_loss(
@@ -204,10 +207,12 @@ def value_loss(
     """
     errors = (values - returns).square()
     if clip_range is None:
-        return ValueLoss(0.5 * errors, torch.zeros_like(errors, dtype=torch.bool))
+        nowhere = torch.zeros_like(errors, dtype=torch.bool)
+        return ValueLoss(0.5 * errors, nowhere)
     clipped_values = values.clamp(old_values - clip_range, old_values + clip_range)
     clipped_errors = (clipped_values - returns).square()
-    return ValueLoss(0.5 * torch.maximum(errors, clipped_errors), clipped_errors > errors)
+    loss = 0.5 * torch.maximum(errors, clipped_errors)
+    return ValueLoss(loss, clipped=clipped_errors > errors)
 
 
 def explained_variance(
@@ -233,4 +238,6 @@ def explained_variance(
     """
     total = masked_moments(returns, mask, sum_over_processes).variance
     residual = masked_moments(returns - values, mask, sum_over_processes).variance
-    return (1 - residual / total).item() if total > 0 else float("nan")
+    if not total > 0:  # also if it is NaN
+        return math.nan
+    return (1 - residual / total).item()

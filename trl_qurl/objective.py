@@ -1,5 +1,4 @@
-"""The importance ratio, the objectives by name, and the inputs that make TRL's own loss compute
-them.
+"""The importance ratio, the objectives by name, and inputs that make TRL's loss compute them.
 
 Pure functions of tensors and floats. TRL computes the clipped surrogate; `surrogate_terms` returns
 the inputs that turn it into the requested objective. `tests/reference_loss.py` has the equations as
@@ -30,17 +29,15 @@ class Objective:
     source: str  # where it is defined, such as `"Eq. 9 of QuRL"`
     denominator: Literal["proximal", "behavior"] = "proximal"  # denominator of the clipped ratio
     correction: Correction = "none"  # token weight; see `Correction`
-    # whether to multiply the upper clip bound by ρ / C where ρ > C ("truncated" only)
+    # Whether to multiply the upper clip bound by ρ / C where ρ > C ("truncated" only).
     lifts_upper_bound: bool = False
 
     def __post_init__(self) -> None:
         if self.lifts_upper_bound and self.correction != "truncated":
-            problem = (
-                f"{self.name!r} has lifts_upper_bound=True with correction={self.correction!r}, "
-                "which has no cap"
-            )
             raise ValueError(
-                f"Objective {problem}: set correction='truncated', or leave lifts_upper_bound out."
+                f"Objective {self.name!r} has lifts_upper_bound=True with "
+                f"correction={self.correction!r}, which has no cap: set correction='truncated', or "
+                "leave lifts_upper_bound out."
             )
 
 
@@ -91,22 +88,21 @@ def importance_ratio(proximal_logps: torch.Tensor, behavior_logps: torch.Tensor)
         ValueError: If the shapes differ or are not two-dimensional.
     """
     if proximal_logps.shape != behavior_logps.shape or proximal_logps.dim() != 2:
-        shapes = (
-            f"proximal_logps {tuple(proximal_logps.shape)}, behavior_logps "
-            f"{tuple(behavior_logps.shape)}"
+        raise ValueError(
+            f"Got proximal_logps {tuple(proximal_logps.shape)}, behavior_logps "
+            f"{tuple(behavior_logps.shape)}: pad both to the same shape (B, T)."
         )
-        raise ValueError(f"Got {shapes}: pad both to the same shape (B, T).")
     log_ratio = (proximal_logps - behavior_logps).masked_fill(behavior_logps.isnan(), 0.0)
     return log_ratio.clamp(max=LARGEST_LOG_RATIO).exp()
 
 
 class SurrogateTerms(NamedTuple):
-    """Inputs that turn the clipped surrogate into one of `OBJECTIVES`; see `surrogate_terms`. All
-    are detached.
+    """Inputs that turn the clipped surrogate into one of `OBJECTIVES`, detached.
+
+    See `surrogate_terms`.
     """
 
-    # `(B, T)`, log-probabilities in the denominator of the clipped ratio, in nats
-    old_logps: torch.Tensor
+    old_logps: torch.Tensor  # `(B, T)`, in nats; the denominator of the clipped ratio
     weight: torch.Tensor  # `(B, T)`, factor on each token's surrogate
 
 
@@ -162,7 +158,8 @@ def surrogate_terms(
         ValueError: If the objective is unknown, the shapes differ, or the cap is out of range.
     """
     preset = get_objective(objective)
-    proximal_logps, behavior_logps = proximal_logps.detach(), behavior_logps.detach()
+    proximal_logps = proximal_logps.detach()
+    behavior_logps = behavior_logps.detach()
     rho = importance_ratio(proximal_logps, behavior_logps)  # (B, T)
 
     old_logps = proximal_logps
@@ -173,7 +170,8 @@ def surrogate_terms(
     if preset.correction == "full":
         weight = rho
     elif preset.correction == "truncated":
-        cap = math.inf if cap is None else cap
+        if cap is None:
+            cap = math.inf
         if not cap > 0:
             raise ValueError(
                 f"Got cap={cap}: give a ratio above 0 (2 is usual), or None for no cap."

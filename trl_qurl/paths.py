@@ -1,13 +1,13 @@
-"""Whether a model or a data set is on this machine or on the Hub. No other imports: commands ask
-before slow ones.
+"""Whether a model or a data set is on this machine or on the Hub, and whether it is complete.
+
+Nothing else is imported: commands ask before slow imports.
 """
 
 from pathlib import Path
 
 
 def is_local(name: str) -> bool:
-    """Return whether the name of a model or a data set is a path on this machine, and not a name on
-    the Hub.
+    """Return whether the name of a model or a data set is a path here, and not one on the Hub.
 
     Nothing expands `~`, as in transformers: a shell does, unless it is quoted.
     """
@@ -15,9 +15,23 @@ def is_local(name: str) -> bool:
 
 
 def home_advice(path: str | Path) -> str:
-    """Return a sentence for errors about a path that does not exist; empty unless it starts with
-    `~`.
+    """Return a sentence for errors about a path that does not exist; "" without a `~`."""
+    if not str(path).startswith("~"):
+        return ""
+    return " Write your home directory out: '~' stands for it only in a shell, unquoted."
+
+
+def check_model_directory(path: str | Path, instead_of_adapter: str) -> None:
+    """Raise `FileNotFoundError` for a directory without a complete model.
+
+    Libraries would look for the model on the Hub. If the directory holds an adapter, the message
+    says `instead_of_adapter` what to do.
     """
-    return " Write your home directory out: '~' stands for it only in a shell, unquoted." * str(
-        path
-    ).startswith("~")
+    if Path(path, "config.json").is_file():
+        return
+    if Path(path, "adapter_config.json").is_file():
+        raise FileNotFoundError(f"{path} holds an adapter, and no model: {instead_of_adapter}.")
+    raise FileNotFoundError(
+        f"{path} does not contain a model: give a directory with a config.json, or a name on the "
+        f"Hub such as Qwen/Qwen2.5-0.5B-Instruct.{home_advice(path)}"
+    )

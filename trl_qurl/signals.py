@@ -1,6 +1,4 @@
-"""Signals that end a process: they raise, so that `finally`
-removes files and ends child processes.
-"""
+"""Signals that end a process: they raise, so that `finally` cleans up files and processes."""
 
 import signal
 import threading
@@ -8,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-# of a service manager or batch system, and of a terminal that is closed
+# Of a service manager or batch system, and of a terminal that is closed.
 ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
@@ -20,8 +18,9 @@ def _exit(number: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def exits_on_signals() -> Iterator[None]:
-    """Inside the block, raise `SystemExit` on SIGTERM and SIGHUP, unless the program has handlers
-    of its own.
+    """Inside the block, raise `SystemExit` on SIGTERM and SIGHUP.
+
+    A program's own handlers stay.
     """
     ours = []
     if threading.current_thread() is threading.main_thread():  # no other thread may set a handler

@@ -18,8 +18,11 @@ from trl_qurl.cli.noise import quiet, shows_everything
 from trl_qurl.cli.options import did_you_mean
 from trl_qurl.rollout.errors import RolloutError
 
-# OSError covers FileNotFoundError, ConnectionError
+# OSError covers FileNotFoundError and ConnectionError.
 USER_ERRORS = (ValueError, ImportError, OSError, RolloutError)
+
+
+OPTION = re.compile(r"^--[\w-]+")
 
 
 class Command(NamedTuple):
@@ -27,8 +30,7 @@ class Command(NamedTuple):
 
     module: str  # name of a module with `add_arguments(parser)` and `run(args) -> int`
     summary: str  # one line for `trl-qurl --help`
-    # whether unknown arguments are allowed; they arrive as `args.extra_args`
-    passes_on: bool = False
+    passes_on: bool = False  # whether unknown arguments are allowed, as `args.extra_args`
     adds_help: bool = True  # whether argparse answers `--help`; otherwise it is passed on, too
 
 
@@ -36,26 +38,26 @@ COMMANDS = {
     "grpo": Command(
         "trl_qurl.lab.recipes.grpo",
         "train on questions with checkable answers (GSM8K)",
-        True,
-        False,
+        passes_on=True,
+        adds_help=False,
     ),
     "ppo": Command(
         "trl_qurl.lab.recipes.ppo",
         "the same with a critic (the paper's first experiment)",
-        True,
-        False,
+        passes_on=True,
+        adds_help=False,
     ),
     "rloo": Command(
         "trl_qurl.lab.recipes.rloo",
         "the same with RLOO, which uses one ratio per answer",
-        True,
-        False,
+        passes_on=True,
+        adds_help=False,
     ),
     "quantize": Command("trl_qurl.cli.quantize", "write a quantized checkpoint of a model"),
     "serve": Command(
         "trl_qurl.cli.serve",
         "start a vLLM server for training; other options are passed to vLLM",
-        True,
+        passes_on=True,
     ),
     "eval": Command(
         "trl_qurl.lab.evaluation.command", "answer and grade benchmarks, in one or several formats"
@@ -78,17 +80,17 @@ COMMANDS = {
 
 
 def build_parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """Build the parser of `trl-qurl`, importing only the module of the subcommand in `argv`, for
-    its options.
+    """Build the parser of `trl-qurl`.
+
+    It imports only the module of the subcommand in `argv`, for its options.
     """
     parser = argparse.ArgumentParser(
         prog="trl-qurl",
         description="Reinforcement learning of language models with quantized rollouts.",
         epilog="`trl-qurl COMMAND --help` lists the options of a command.",
     )
-    parser.add_argument(
-        "--version", action="version", version=f"trl-qurl {importlib.metadata.version('trl-qurl')}"
-    )
+    version = f"trl-qurl {importlib.metadata.version('trl-qurl')}"
+    parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(
         dest="command", required=True, metavar="COMMAND", title="commands"
     )
@@ -113,19 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     quiet()  # before a subcommand's options import torch, which reads its log level only once
     try:
-        parser = build_parser(argv)
-        if (command := COMMANDS.get(argv[0])) and not command.passes_on:
-            # TRL's and vLLM's parsers accept both spellings.
-            argv = [
-                re.sub(r"^--[\w-]+", lambda option: option[0].replace("_", "-"), word)
-                for word in argv
-            ]
-        args, extra_args = parser.parse_known_args(argv)
-        if COMMANDS[args.command].passes_on:
-            args.extra_args = extra_args
-        elif extra_args:
-            guess = did_you_mean(extra_args, re.findall(r"--[\w-]+", args.subparser.format_usage()))
-            raise ValueError(f"Unexpected argument {' '.join(extra_args)}{guess}")
+        args = parse_arguments(argv)
         return args.run(args)
     except (KeyboardInterrupt, *USER_ERRORS) as error:
         if shows_everything():
@@ -133,8 +123,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, KeyboardInterrupt):
             print("\ntrl-qurl: interrupted", *error.args, sep=": ", file=sys.stderr)
             return 130  # 128 + SIGINT, as shells report it
-        print(
-            f"trl-qurl: error: {' '.join(str(error).split()) or type(error).__name__}",
-            file=sys.stderr,
-        )
+        message = " ".join(str(error).split()) or type(error).__name__
+        print(f"trl-qurl: error: {message}", file=sys.stderr)
         return 2
+
+
+def parse_arguments(argv: list[str]) -> argparse.Namespace:
+    """Parse a command line; raise `ValueError` for arguments that the subcommand does not know."""
+    parser = build_parser(argv)
+    command = COMMANDS.get(argv[0])
+    if command is not None and not command.passes_on:
+        # TRL's and vLLM's parsers accept both spellings.
+        argv = [OPTION.sub(lambda option: option[0].replace("_", "-"), word) for word in argv]
+    args, extra_args = parser.parse_known_args(argv)
+    if COMMANDS[args.command].passes_on:
+        args.extra_args = extra_args
+    elif extra_args:
+        options = re.findall(r"--[\w-]+", args.subparser.format_usage())
+        guess = did_you_mean(extra_args, options)
+        raise ValueError(f"Unexpected argument {' '.join(extra_args)}{guess}")
+    return args

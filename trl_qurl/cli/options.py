@@ -3,29 +3,26 @@
 import argparse
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any
 
-from trl_qurl.paths import home_advice, is_local
+from trl_qurl.paths import check_model_directory, is_local
 
 
 class PatternAction(argparse.Action):
-    """Action that collects the values of a repeated option; the
-    first value replaces the default.
-    """
+    """Action that collects the values of a repeated option; the first replaces the default."""
 
     def __call__(
         self, parser: Any, namespace: argparse.Namespace, value: Any, option: str | None = None
     ) -> None:
         """Add one value."""
         collected = getattr(namespace, self.dest)
-        setattr(namespace, self.dest, [*([] if collected is self.default else collected), value])
+        if collected is self.default:
+            collected = []
+        setattr(namespace, self.dest, [*collected, value])
 
 
 def add_ignore(parser: argparse.ArgumentParser) -> None:
-    """Add `--ignore PATTERN`, which takes one value per use and so cannot swallow positional
-    arguments.
-    """
+    """Add `--ignore PATTERN`; with one value per use, it cannot swallow positional arguments."""
     parser.add_argument(
         "--ignore",
         action=PatternAction,
@@ -40,7 +37,9 @@ def add_ignore(parser: argparse.ArgumentParser) -> None:
 
 def did_you_mean(words: Iterable[str], names: Sequence[str]) -> str:
     """Return `"; did you mean NAME?"`, or `"."` if no name is similar enough."""
-    matches = [name for word in words for name in get_close_matches(word, names, 1)]
+    matches = []
+    for word in words:
+        matches += get_close_matches(word, names, 1)
     return f"; did you mean {' '.join(matches)}?" if matches else "."
 
 
@@ -48,24 +47,24 @@ def add_scheme(parser: argparse.ArgumentParser, note: str = "", **options: Any) 
     """Add `--scheme`, for `read_formats`."""
     from trl_qurl.quantization.formats import EXAMPLE, SCHEMES, UNQUANTIZED
 
-    names = f"{', '.join(SCHEMES)}, or {UNQUANTIZED} for 16 bits"
     text = (
-        f"{names}; or a JSON object of formats by pattern, of which the first match wins: "
-        f"'{EXAMPLE}'{note}"
+        f"{', '.join(SCHEMES)}, or {UNQUANTIZED} for 16 bits; or a JSON object of formats by "
+        f"pattern, of which the first match wins: '{EXAMPLE}'{note}"
     )
     parser.add_argument("--scheme", **{"metavar": "FORMAT", "help": text} | options)
 
 
 def check_hub(name: str, kind: str) -> None:
-    """Ask the Hub once about a model or dataset; raise `ConnectionError` if that fails, as
-    libraries retry.
+    """Ask the Hub once about a model or dataset, because libraries retry for long.
+
+    Raises `ConnectionError` if the Hub cannot be reached.
     """
     from huggingface_hub import HfApi, constants, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
-        is_cached = isinstance(try_to_load_from_cache(name, "config.json", repo_type=kind), str)
-        if not is_cached and not constants.HF_HUB_OFFLINE:
+        cached = try_to_load_from_cache(name, "config.json", repo_type=kind)
+        if not isinstance(cached, str) and not constants.HF_HUB_OFFLINE:
             HfApi().repo_info(name, repo_type=kind, timeout=10)
     except (HfHubHTTPError, HFValidationError):
         pass  # a wrong name, or one without access: loading it says so
@@ -77,27 +76,13 @@ def check_hub(name: str, kind: str) -> None:
 
 
 def check_model(name_or_path: str) -> None:
-    """Raise if a local directory holds no model, which libraries would look up on the Hub, or that
-    is out of reach.
-    """
-    directory = Path(name_or_path)
+    """Raise if a local directory holds no model, or the Hub is out of reach."""
     if not is_local(name_or_path):
         check_hub(name_or_path, "model")
         return
-    if (directory / "config.json").is_file():
-        return
-    if (directory / "adapter_config.json").is_file():
-        merge = (
-            f"peft.AutoPeftModelForCausalLM.from_pretrained({name_or_path!r}).merge_and_unload()"
-        )
-        raise FileNotFoundError(
-            f"{name_or_path} holds an adapter, but a complete model is needed: merge the two first "
-            f"with {merge}.save_pretrained('merged'), or train with --save_quantized."
-        )
-    ways = (
-        "pass a directory with a config.json, or a name on the Hub such as "
-        "Qwen/Qwen2.5-0.5B-Instruct"
-    )
-    raise FileNotFoundError(
-        f"{name_or_path} does not contain a model: {ways}.{home_advice(name_or_path)}"
+    merge = f"peft.AutoPeftModelForCausalLM.from_pretrained({name_or_path!r}).merge_and_unload()"
+    check_model_directory(
+        name_or_path,
+        f"merge it into its base first with {merge}.save_pretrained('merged'), or train with "
+        "--save_quantized",
     )

@@ -23,12 +23,11 @@ def run(args: argparse.Namespace) -> int:
     """Load the model and write its quantized checkpoint."""
     check_model(args.model)
     from trl_qurl.quantization.checkpoint import load_model, write_checkpoint
-    from trl_qurl.quantization.plan import format_name, read_formats, schemes_of
+    from trl_qurl.quantization.plan import format_name, require_formats
     from trl_qurl.quantization.storage import check_replaceable
 
-    formats = read_formats(args.scheme, "--scheme")  # all checks come before the model is loaded
-    if not schemes_of(formats):
-        raise ValueError(f"--scheme {args.scheme} quantizes nothing: choose a format.")
+    # All checks come before the model is loaded.
+    formats = require_formats(args.scheme, "--scheme")
     check_replaceable(args.output_dir)
     model, tokenizer = load_model(args.model, args.trust_remote_code)
     write_checkpoint(model, tokenizer, formats, args.output_dir, ignore=tuple(args.ignore))

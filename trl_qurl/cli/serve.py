@@ -8,8 +8,10 @@ from trl_qurl.cli.options import add_ignore, add_scheme, check_model
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `trl-qurl serve`."""
-    key = "Needs an API key in the environment variable VLLM_API_KEY, for every request"
-    parser.epilog = f"{key}; set the same for the trainer. Nothing is encrypted."
+    parser.epilog = (
+        "Needs an API key in the environment variable VLLM_API_KEY, for every request; set the "
+        "same for the trainer. Nothing is encrypted."
+    )
     parser.add_argument(
         "model", metavar="MODEL", help="full-precision model: name on the Hub, or a local directory"
     )
@@ -23,19 +25,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def check_extra_arguments(arguments: list[str]) -> None:
+    """Raise `ValueError` for arguments that vLLM would reject only after quantization."""
+    if arguments and not arguments[0].startswith("-"):
+        raise ValueError(
+            f"Unexpected argument {arguments[0]}: pass one MODEL, and one pattern after each "
+            "--ignore (repeat the option for more)."
+        )
+    for argument in arguments:
+        option = argument.split("=")[0]
+        guess = get_close_matches(option, ["--scheme", "--ignore", "--host", "--port"], 1, 0.8)
+        if guess:
+            raise ValueError(f"Unknown option {option}; did you mean {guess[0]}?")
+
+
 def run(args: argparse.Namespace) -> int:
     """Prepare the checkpoint, then exec the server."""
-    # vLLM would reject these only after quantization.
-    for option in (argument.split("=")[0] for argument in args.extra_args):
-        if guess := get_close_matches(option, ["--scheme", "--ignore", "--host", "--port"], 1, 0.8):
-            raise ValueError(f"Unknown option {option}; did you mean {guess[0]}?")
-    if args.extra_args and not args.extra_args[0].startswith("-"):
-        way = "pass one MODEL, and one pattern after each --ignore (repeat the option for more)"
-        raise ValueError(f"Unexpected argument {args.extra_args[0]}: {way}.")
+    check_extra_arguments(args.extra_args)
     check_model(args.model)
     from trl_qurl.rollout.engine.guard import require_key
 
-    require_key()  # before imports that take many seconds
+    require_key()  # comes before imports that take many seconds
     from transformers import AutoConfig
 
     from trl_qurl.config.checks import check_engine_arguments
@@ -55,6 +65,5 @@ def run(args: argparse.Namespace) -> int:
     check_cpu_build(config, {scheme.name: scheme for scheme in schemes}, options)
     if formats is not None:
         model = str(launch.starting_checkpoint(model, formats, args.ignore, options))
-    return launch.run_server(
-        launch.server_command(model, args.host, args.port, args.extra_args), environment
-    )
+    command = launch.server_command(model, args.host, args.port, args.extra_args)
+    return launch.run_server(command, environment)

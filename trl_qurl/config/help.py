@@ -1,6 +1,4 @@
-"""Command-line help from the docstrings of configurations, so
-each setting is described only once.
-"""
+"""Command-line help from the docstrings of configurations: a setting is described only once."""
 
 import dataclasses
 import inspect
@@ -15,13 +13,12 @@ Config = TypeVar("Config", bound=type)
 
 
 def with_help(config: Config) -> Config:
-    """Set each field's help to the first sentence of its docstring entry, unless the field already
-    has help.
-    """
+    """Set the help of each field without one to the first sentence of its docstring entry."""
     fields = {field.name: field for field in dataclasses.fields(config)}
     for entry in ENTRY.finditer(inspect.getdoc(config) or ""):
         field = fields.get(entry["name"])
         if field is not None and "help" not in field.metadata:
-            sentence = SENTENCE.split(" ".join(entry["text"].split()), 1)[0]
-            field.metadata = MappingProxyType({**field.metadata, "help": sentence.replace("`", "")})
+            text = " ".join(entry["text"].split())
+            sentence = SENTENCE.split(text, 1)[0].replace("`", "")
+            field.metadata = MappingProxyType({**field.metadata, "help": sentence})
     return config

@@ -1,29 +1,20 @@
 """Configuration of PPO: GRPO's on quantized rollouts, plus advantages from a critic."""
 
 from dataclasses import dataclass
-from math import inf
 
-from trl_qurl.config.checks import check_choice, check_number
-from trl_qurl.config.grpo import CLIPPED_LOSS_TYPES, QuRLGRPOConfig
+from trl_qurl.config.checks import check_choice, check_numbers
+from trl_qurl.config.grpo import QuRLGRPOConfig
 from trl_qurl.config.help import with_help
-
-FITTING = {
-    "loss_type": CLIPPED_LOSS_TYPES,  # those with one ratio per token, clipped on both sides
-    "importance_sampling_level": ("token",),
-    "dynamic_sampling": (False,),  # compares completions of a group, as do the next two
-    "scale_rewards": ("none", False),
-    "multi_objective_aggregation": ("sum_then_normalize",),
-}
-"""Values of settings that fit advantages of a critic."""
+from trl_qurl.config.refusals import CRITIC_NUMBERS, WITH_A_CRITIC
 
 
 @with_help
 @dataclass
 class QuRLPPOConfig(QuRLGRPOConfig):
-    """[`QuRLGRPOConfig`] plus the settings of the critic. Only new fields and fields with a new
-    default or meaning are listed.
+    """[`QuRLGRPOConfig`] plus the settings of the critic.
 
-    Defaults marked "verl" come from verl, the framework of the paper's PPO run.
+    Only new fields and fields with a new default or meaning are listed. Defaults marked "verl" come
+    from verl, the framework of the paper's PPO run.
 
     > Advantages
 
@@ -64,8 +55,8 @@ class QuRLPPOConfig(QuRLGRPOConfig):
     critic_learning_rate: float = 1e-5
 
     def __post_init__(self) -> None:
-        for name, allowed in FITTING.items():
-            check_choice(self, name, allowed, " with a critic")
+        for name, fitting in WITH_A_CRITIC.items():
+            check_choice(self, name, fitting, " with a critic")
         generations = self.num_generations
         if generations == 1:
             # TRL refuses groups of one, but a critic needs no groups: let TRL check the batch sizes
@@ -74,13 +65,4 @@ class QuRLPPOConfig(QuRLGRPOConfig):
             self.num_generations = max(self.per_device_train_batch_size, 2)
         super().__post_init__()
         self.num_generations = generations
-        check_number(self, "gamma", lambda x: 0 <= x <= 1, "in [0, 1] (verl's setting is 1)")
-        check_number(self, "gae_lambda", lambda x: 0 <= x <= 1, "in [0, 1] (verl's setting is 1)")
-        check_number(self, "critic_learning_rate", lambda x: 0 < x < inf, "positive and finite")
-        check_number(
-            self,
-            "critic_warmup_steps",
-            lambda n: n >= 0,
-            "a number of optimizer steps, or 0 for none",
-        )
-        check_number(self, "value_clip_range", lambda x: x > 0, "positive, or None for no clipping")
+        check_numbers(self, CRITIC_NUMBERS)

@@ -13,8 +13,9 @@ from trl_qurl.objective import OBJECTIVES, TRL_LOSS
 @with_help
 @dataclass
 class QuRLRLOOConfig(QuantizedRolloutsConfig, RLOOConfig):
-    """[`~trl.RLOOConfig`] plus the settings of quantized rollouts ([`QuantizedRolloutsConfig`]) and
-    the objective. Only new fields are listed. Settings that conflict raise `ValueError`.
+    """[`~trl.RLOOConfig`] plus the objective and the settings of [`QuantizedRolloutsConfig`].
+
+    Only new fields are listed. Settings that conflict raise `ValueError`.
 
     > Objective
 

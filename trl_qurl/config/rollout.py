@@ -3,42 +3,32 @@
 import json
 import warnings
 from dataclasses import dataclass, field
-from math import inf
 from typing import Any
 
 from trl import GRPOConfig, RLOOConfig
 
 from trl_qurl.config.checks import (
     check_choice,
+    check_conflicts,
     check_engine_arguments,
-    check_number,
+    check_numbers,
     check_sampling,
     check_types,
 )
 from trl_qurl.config.help import with_help
+from trl_qurl.config.refusals import (
+    CHOICES,
+    CONFLICTS,
+    GROUP_CONFLICTS,
+    GROUP_NUMBERS,
+    NUMBERS,
+    OTHER_CONFLICTS,
+    SMOOTHING_CONFLICTS,
+    TAKEN_ENGINE_ARGUMENTS,
+)
 from trl_qurl.quantization.checkpoint import check_quantizer
 from trl_qurl.quantization.formats import EXAMPLE, SCHEMES, UNQUANTIZED, check_kv_cache
-from trl_qurl.quantization.plan import check_patterns, read_formats, schemes_of
-
-TAKEN_ENGINE_ARGUMENTS = {
-    "model": "the trainer's `model`",
-    "tensor_parallel_size": "vllm_tensor_parallel_size",
-    "gpu_memory_utilization": "vllm_gpu_memory_utilization",
-    "max_model_len": "vllm_max_model_length",
-    "max_num_seqs": "per_device_train_batch_size and steps_per_generation",
-    "enable_sleep_mode": "vllm_enable_sleep_mode",
-    "model_impl": "vllm_model_impl",
-    "distributed_executor_backend": "the launcher (TRL fixes it)",
-    "max_num_batched_tokens": "TRL, which fixes it at 4096",
-    "logprobs_mode": "trl-qurl (the importance ratio needs 'processed_logprobs')",
-    "quantization": "rollout_quantization",
-    "quantization_config": "rollout_quantization",
-    "trust_remote_code": "trust_remote_code",
-    "enable_lora": "weight_sync",
-    "max_lora_rank": "peft_config",
-    "worker_extension_cls": "trl-qurl (its worker loads the weights)",
-}
-"""Arguments of the colocated engine that users cannot set, and what governs them."""
+from trl_qurl.quantization.plan import check_patterns, read_formats
 
 
 @with_help
@@ -154,34 +144,36 @@ class QuantizedRolloutsConfig:
     def __post_init__(self: Any) -> None:
         check_types(self)
         if isinstance(self, GRPOConfig | RLOOConfig):
-            # TRL divides by it
-            check_number(self, "num_generations", lambda n: n >= 1, "1 or more")
+            check_numbers(self, GROUP_NUMBERS)
         super().__post_init__()  # type: ignore[misc]  # TRL's config comes after this class
         self.rollout_quantization = read_formats(self.rollout_quantization)
-        # in YAML
-        self.mismatch_guard = {"False": "off"}.get(str(self.mismatch_guard), self.mismatch_guard)
+        if str(self.mismatch_guard) == "False":  # what YAML reads for `off`
+            self.mismatch_guard = "off"
         if isinstance(self.quantization_ignore, str):  # one pattern, as YAML allows
             self.quantization_ignore = [self.quantization_ignore]
-        self._check_values()
-        self._check_format()
-        self._check_engine()
+        for name, choices in CHOICES.items():
+            check_choice(self, name, choices)
+        check_numbers(self, NUMBERS)
+        check_patterns(self.quantization_ignore, "quantization_ignore")
+        check_conflicts(self, CONFLICTS)
+        if self.smooth_activations:
+            check_conflicts(self, SMOOTHING_CONFLICTS)
+        if self.weight_sync == "llmcompressor":
+            check_quantizer("llmcompressor", "weight_sync", "auto")
+        self._check_engine_arguments()
         if isinstance(self, GRPOConfig | RLOOConfig):
-            self._check_groups()
+            check_conflicts(self, GROUP_CONFLICTS)
+            self._warn_of_mixed_updates()
             check_sampling(self, stacklevel=4)
-        elif self.rollouts_ahead or self.mismatch_guard == "stop":
-            settings = (
-                f"rollouts_ahead={self.rollouts_ahead} and mismatch_guard={self.mismatch_guard!r}"
-            )
-            raise ValueError(
-                f"{settings} only work with GRPO and RLOO: leave both out of {type(self).__name__}."
-            )
+        else:
+            check_conflicts(self, OTHER_CONFLICTS)
 
     @property
     def engine_kwargs(self) -> dict[str, Any]:
         """`vllm_engine_kwargs` as a dictionary; the command line passes JSON."""
-        kwargs = self.vllm_engine_kwargs
+        kwargs = self.vllm_engine_kwargs or {}
         try:
-            return {**json.loads(kwargs)} if isinstance(kwargs, str) else dict(kwargs or {})
+            return dict(json.loads(kwargs) if isinstance(kwargs, str) else kwargs)
         except (TypeError, ValueError):
             raise ValueError(
                 f"vllm_engine_kwargs is {kwargs!r}: write a JSON dictionary, such as "
@@ -191,139 +183,36 @@ class QuantizedRolloutsConfig:
     @property
     def updates_per_rollout(self: Any) -> float:
         """Optimizer updates per rollout: one if TRL's trainer has no settings for it."""
-        micro_batches = getattr(self, "steps_per_generation", self.gradient_accumulation_steps)
-        return getattr(self, "num_iterations", 1) * micro_batches / self.gradient_accumulation_steps
-
-    def _check_values(self: Any) -> None:
-        check_choice(
-            self, "weight_sync", ("auto", "stream", "checkpoint", "adapter", "llmcompressor")
-        )
-        check_choice(self, "vllm_mode", ("colocate", "server"))
-        check_choice(self, "mismatch_guard", ("off", "warn", "stop"))
-        finite = "positive and finite"
-        check_number(
-            self,
-            "uaq_scale",
-            lambda s: 0 < s < inf,
-            f"{finite} (the paper uses 1.5; 1.0 turns UAQ off)",
-        )
-        check_number(
-            self,
-            "mismatch_guard_kl",
-            lambda kl: 0 < kl < inf,
-            f"{finite} (nats per token; usually 0.1)",
-        )
-        check_number(self, "vllm_request_timeout", lambda x: x > 0, "a positive number of seconds")
-        check_number(
-            self, "sync_check_interval", lambda n: n >= 0, "a number of syncs, or 0 for none"
-        )
-        check_number(
-            self, "temperature", lambda t: 0 < t < inf, f"{finite} (0 makes all completions equal)"
-        )
-        check_number(self, "max_completion_length", lambda n: n >= 1, "at least 1 token")
-        check_number(self, "rollouts_ahead", lambda n: n in (0, 1), "0 or 1")
-        share = "a share of the GPU's memory: above 0, at most 1"
-        check_number(self, "vllm_gpu_memory_utilization", lambda x: 0 < x <= 1, share)
-        check_number(self, "importance_cap", lambda c: c > 0, "a ratio above 0, or None for no cap")
-        check_patterns(self.quantization_ignore, "quantization_ignore")
-
-    def _check_groups(self: Any) -> None:
-        per_rollout, per_update = (
-            self.num_iterations * self.steps_per_generation,
-            self.gradient_accumulation_steps,
-        )
-        if per_rollout % per_update and per_update % per_rollout:
-            reason = (
-                f"{per_update} does not divide steps_per_generation times num_iterations, "
-                f"{per_rollout}"
-            )
-            warnings.warn(
-                f"Updates mix two rollouts: gradient_accumulation_steps={reason}.", stacklevel=5
-            )
-        if self.sync_ref_model and self.uaq_scale != 1.0:
-            raise ValueError(
-                f"sync_ref_model=True mixes weights that uaq_scale={self.uaq_scale} rescales into "
-                "a model that is not rescaled: set uaq_scale=1.0, or sync_ref_model=False."
-            )
-
-    def _check_format(self: Any) -> None:
-        if self.round_base and (
-            self.weight_sync not in ("auto", "adapter") or self.rollout_quantization is None
-        ):
-            raise ValueError(
-                "round_base=True does not work with "
-                f"rollout_quantization={self.rollout_quantization!r} and "
-                f"weight_sync={self.weight_sync!r}: choose a format and 'adapter', or set "
-                "round_base=False."
-            )
-        if self.weight_sync == "llmcompressor":
-            check_quantizer("llmcompressor", "weight_sync", "auto")
-            if self.rollout_quantization is None or self.world_size > 1:
-                run = (
-                    f"rollout_quantization is {self.rollout_quantization!r} and this run has "
-                    f"{self.world_size}"
-                )
-                raise ValueError(
-                    "weight_sync='llmcompressor' needs a format and works in one process, but "
-                    f"{run}: use weight_sync='auto', which produces the same codes and scales."
-                )
-        if self.smooth_activations and (setting := self._smoothing_conflict()):
-            raise ValueError(f"smooth_activations=True does not work with {setting}: leave it out.")
+        per_update = self.gradient_accumulation_steps
+        per_rollout = getattr(self, "steps_per_generation", per_update)
+        return getattr(self, "num_iterations", 1) * per_rollout / per_update
 
     @property
     def smooths(self: Any) -> bool | None:
         """`smooth_activations`, or `None` if the model decides."""
-        return self.smooth_activations if self._smoothing_conflict() is None else False
+        if any(conflict.occurs(self) for conflict in SMOOTHING_CONFLICTS):
+            return False
+        return self.smooth_activations
 
-    def _smoothing_conflict(self: Any) -> str | None:
-        """Return the setting that rules out smoothing."""
-        if not any(scheme.is_smoothed for scheme in schemes_of(self.rollout_quantization)):
-            return f"rollout_quantization={self.rollout_quantization!r} (smoothing is for INT8)"
-        if self.weight_sync in ("adapter", "llmcompressor"):
-            return (
-                f"weight_sync={self.weight_sync!r} (smoothing is folded into whole weights as they "
-                "are sent)"
-            )
-        return "round_base=True (no whole weights are sent)" if self.round_base else None
-
-    def _check_engine(self: Any) -> None:
-        if self.rollouts_ahead and self.vllm_mode != "server":
-            raise ValueError(
-                f"rollouts_ahead={self.rollouts_ahead} needs a server that generates meanwhile, "
-                f"but vllm_mode is {self.vllm_mode!r}: start one with `trl-qurl serve` and set "
-                "vllm_mode='server'."
-            )
-        if not self.use_vllm:
-            raise ValueError(
-                "use_vllm=False has no quantized rollouts: set it to True, or use TRL's own "
-                "trainer."
-            )
-        longest = self.vllm_request_timeout + self.vllm_server_timeout
-        if self.vllm_mode == "server" and self.world_size > 1 and longest >= self.ddp_timeout:
-            wait = f"for {longest:g} seconds (vllm_request_timeout plus vllm_server_timeout)"
-            raise ValueError(
-                f"The main process may wait for the server {wait}, but the others give up after "
-                f"ddp_timeout={self.ddp_timeout}: set it to more."
-            )
-        if vars(self).get("use_teacher_server") and not hasattr(self, "teacher_model_server_url"):
-            raise ValueError(
-                "use_teacher_server=True would score the teacher on the quantized actor, because "
-                "SDPO and SDFT ask the server that generates: set it to False, so that the trainer "
-                "scores the teacher in full precision."
-            )
+    def _check_engine_arguments(self: Any) -> None:
+        """Raise `ValueError` for arguments of the engine that something else governs, or breaks."""
         engine_kwargs = self.engine_kwargs
-        if engine_kwargs and self.vllm_mode == "server":
-            effect = (
-                f"vllm_engine_kwargs {sorted(engine_kwargs)} would have no effect with "
-                "vllm_mode='server'"
-            )
-            raise ValueError(f"{effect}: pass them to `trl-qurl serve` instead.")
-        for argument in engine_kwargs.keys() & TAKEN_ENGINE_ARGUMENTS.keys():
-            owner = TAKEN_ENGINE_ARGUMENTS[argument]
-            raise ValueError(
-                f"vllm_engine_kwargs sets {argument!r}, but that is governed by {owner}. Remove it."
-            )
+        for argument in engine_kwargs:
+            if argument in TAKEN_ENGINE_ARGUMENTS:
+                raise ValueError(
+                    f"vllm_engine_kwargs sets {argument!r}, but that is governed by "
+                    f"{TAKEN_ENGINE_ARGUMENTS[argument]}. Remove it."
+                )
         check_engine_arguments(engine_kwargs, "vllm_engine_kwargs")
-        check_kv_cache(
-            engine_kwargs.get("kv_cache_dtype", "auto"), "kv_cache_dtype of vllm_engine_kwargs"
-        )
+        cache = engine_kwargs.get("kv_cache_dtype", "auto")
+        check_kv_cache(cache, "kv_cache_dtype of vllm_engine_kwargs")
+
+    def _warn_of_mixed_updates(self: Any) -> None:
+        per_rollout = self.num_iterations * self.steps_per_generation
+        per_update = self.gradient_accumulation_steps
+        if per_rollout % per_update and per_update % per_rollout:
+            warnings.warn(
+                f"Updates mix two rollouts: gradient_accumulation_steps={per_update} does not "
+                f"divide steps_per_generation times num_iterations, {per_rollout}.",
+                stacklevel=5,
+            )

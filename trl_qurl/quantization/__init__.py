@@ -1,5 +1,4 @@
-"""Quantization: formats (`formats`) by layer (`plan`), as a stream (`stream`) or on disk
-(`checkpoint`).
+"""Quantization: formats by layer, as a stream of tensors or as a checkpoint on disk.
 
 `uaq` prepares a model for update-aware quantization, which helps its updates survive rounding.
 """

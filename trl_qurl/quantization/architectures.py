@@ -1,5 +1,6 @@
-"""Map from norms to the linear layers they feed, by `model_type`: all that rescaling needs to know
-about a model.
+"""Map from norms to the linear layers they feed, by `model_type`.
+
+That is all that rescaling needs to know about a model.
 """
 
 from typing import Any, NamedTuple
@@ -33,15 +34,25 @@ GEMMA2 = Architecture(
 )
 
 ARCHITECTURES = {
-    **dict.fromkeys(
-        ("llama", "mistral", "ministral", "qwen2", "qwen3", "smollm3", "granite", "helium"), LLAMA
-    ),
-    **dict.fromkeys(("seed_oss", "ernie4_5", "hunyuan_v1_dense"), LLAMA),
-    **dict.fromkeys(("glm", "glm4"), GLM),
+    "llama": LLAMA,
+    "mistral": LLAMA,
+    "ministral": LLAMA,
+    "qwen2": LLAMA,
+    "qwen3": LLAMA,
+    "smollm3": LLAMA,
+    "granite": LLAMA,
+    "helium": LLAMA,
+    "seed_oss": LLAMA,
+    "ernie4_5": LLAMA,
+    "hunyuan_v1_dense": LLAMA,
+    "glm": GLM,
+    "glm4": GLM,
     "phi3": PHI3,
-    **dict.fromkeys(("cohere", "cohere2"), COHERE),
+    "cohere": COHERE,
+    "cohere2": COHERE,
     "gemma": Architecture(LLAMA.feeds, gain_offset=1.0),
-    **dict.fromkeys(("gemma2", "gemma3_text"), GEMMA2),
+    "gemma2": GEMMA2,
+    "gemma3_text": GEMMA2,
 }
 """Architectures by `model_type`. Unsupported are models with norms after their blocks (OLMo 2 and
 3, EXAONE 4), where no norm feeds a layer, and models with biases in their norms (StarCoder 2,
@@ -51,20 +62,21 @@ Nemotron)."""
 def decoder_layers(
     model: Any, feature: str, way_out: str
 ) -> tuple[Architecture, dict[str, nn.Module]]:
-    """Return a model's architecture, and its decoder layers by name: the modules that have all of
-    the norms.
+    """Return a model's architecture, and its decoder layers by name.
+
+    Decoder layers are the modules that have all of the norms.
 
     Raises `ValueError` if there are none: this `feature` cannot work then, and `way_out` says what
     to do instead.
     """
     architecture = ARCHITECTURES.get(model.config.model_type, Architecture({}))
     norms = architecture.feeds.keys()
-    layers = {
-        path: module
-        for path, module in model.named_modules()
-        if norms <= dict(module.named_children()).keys()
-    }
-    if not norms or not layers:
+    layers = {}
+    for path, module in model.named_modules():
+        children = dict(module.named_children())
+        if norms and norms <= children.keys():
+            layers[path] = module
+    if not layers:
         raise ValueError(
             f"{feature} does not know which norm feeds which layer in {type(model).__name__}, "
             f"model type {model.config.model_type!r}. Known: {', '.join(ARCHITECTURES)}. {way_out}"

@@ -20,7 +20,7 @@ from tqdm.auto import tqdm
 
 from trl_qurl.quantization.checkpoint_form import NamedTensors
 from trl_qurl.quantization.merging import model_parameters
-from trl_qurl.quantization.plan import Formats, QuantizationPlan, make_plan
+from trl_qurl.quantization.plan import Formats, QuantizationPlan, make_plan, require_formats
 from trl_qurl.quantization.storage import (
     check_replaceable,
     new_directory,
@@ -42,8 +42,9 @@ def write_checkpoint(
     ignore: Sequence[str] = ("lm_head",),
     quantizer: str = "streaming",
 ) -> None:
-    """Write a quantized checkpoint of a model, ready for `vllm serve`. No calibration data is
-    needed.
+    """Write a quantized checkpoint of a model, ready for `vllm serve`.
+
+    No calibration data is needed.
 
     Args:
         model: Full-precision model. Not modified.
@@ -62,11 +63,7 @@ def write_checkpoint(
         OSError: If the directory cannot be written; nothing is left behind.
     """
     check_quantizer(quantizer)
-    plan = make_plan(model, formats, ignore)
-    if not plan.schemes:
-        raise ValueError(
-            f"{formats!r} quantizes nothing: choose a format, or use model.save_pretrained."
-        )
+    plan = make_plan(model, require_formats(formats, "formats"), ignore)
     check_replaceable(output_dir)
     writer = CheckpointWriter(model, tokenizer, plan)
     if quantizer == "llmcompressor":
@@ -77,8 +74,9 @@ def write_checkpoint(
 
 
 def check_quantizer(name: str, setting: str = "quantizer", instead: str = "streaming") -> None:
-    """Raise `ValueError` for an unknown quantizer, and `ImportError` if it is llm-compressor and
-    not installed.
+    """Raise `ValueError` for an unknown quantizer.
+
+    Raises `ImportError` if it is llm-compressor, and not installed.
     """
     if name not in ("streaming", "llmcompressor"):
         raise ValueError(f"Unknown quantizer {name!r}: choose one of 'streaming', 'llmcompressor'.")
@@ -93,28 +91,27 @@ def check_quantizer(name: str, setting: str = "quantizer", instead: str = "strea
 def load_model(
     name_or_path: str, trust_remote_code: bool = False
 ) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
-    """Load a model with the architecture in its config, and its tokenizer, or its processor if it
-    accepts images.
+    """Load a model with the architecture in its config, and its tokenizer.
+
+    A model that accepts images has a processor instead.
     """
     import transformers
 
     trust = {"trust_remote_code": trust_remote_code}
     config = transformers.AutoConfig.from_pretrained(name_or_path, **trust)
-    cls = getattr(
-        transformers, (config.architectures or [""])[0], transformers.AutoModelForCausalLM
-    )
-    has_vision = getattr(config, "vision_config", None) is not None
-    tokenizer = transformers.AutoProcessor if has_vision else transformers.AutoTokenizer
-    return cls.from_pretrained(name_or_path, dtype="auto", **trust), tokenizer.from_pretrained(
-        name_or_path, **trust
-    )
+    model_class = transformers.AutoModelForCausalLM
+    if config.architectures:
+        model_class = getattr(transformers, config.architectures[0], model_class)
+    tokenizer_class = transformers.AutoTokenizer
+    if getattr(config, "vision_config", None) is not None:
+        tokenizer_class = transformers.AutoProcessor
+    model = model_class.from_pretrained(name_or_path, dtype="auto", **trust)
+    return model, tokenizer_class.from_pretrained(name_or_path, **trust)
 
 
 @dataclass(frozen=True)
 class CheckpointWriter:
-    """Writer for checkpoints of one model by one plan; with an
-    empty one, they are not quantized.
-    """
+    """Writer for checkpoints of one model by one plan; an empty plan quantizes nothing."""
 
     model: "PreTrainedModel"
     tokenizer: "PreTrainedTokenizerBase | None"
@@ -126,8 +123,9 @@ class CheckpointWriter:
         output_dir: str | os.PathLike[str],
         write_beside: Callable[[Path], None] | None = None,
     ) -> None:
-        """Write tensors that are already in checkpoint format; `write_beside` adds other files to
-        the directory.
+        """Write tensors that are already in checkpoint format.
+
+        `write_beside` adds other files to the directory.
         """
         with new_directory(output_dir) as tmp:
             write_tensors(named_tensors, tmp)
@@ -139,8 +137,9 @@ class CheckpointWriter:
     def write_with_llmcompressor(
         self, parameters: NamedTensors, output_dir: str | os.PathLike[str]
     ) -> None:
-        """Quantize full-precision parameters with llm-compressor, in a copy of the model, and write
-        the result.
+        """Quantize full-precision parameters with llm-compressor, and write the result.
+
+        llm-compressor works in a copy of the model.
         """
         from llmcompressor import reset_session
 
@@ -165,7 +164,8 @@ class CheckpointWriter:
             # llm-compressor looks up its model by name, on the Hub unless the name is a directory,
             # so point it here.
             self.model.config.save_pretrained(tmp)
-            duplicate.name_or_path = duplicate.config._name_or_path = str(tmp)
+            duplicate.name_or_path = str(tmp)
+            duplicate.config._name_or_path = str(tmp)
             recipe = QuantizationModifier(scheme=presets, ignore=list(self.plan.ignore))
             with _quiet_llmcompressor():
                 oneshot(model=duplicate, recipe=recipe)
@@ -185,7 +185,8 @@ def _quiet_llmcompressor() -> Iterator[None]:
     from loguru import logger
 
     # With a process group (an engine creates one), oneshot reconfigures its logger from this.
-    was_disabled, LOGGER_CONFIG.disabled = LOGGER_CONFIG.disabled, True
+    was_disabled = LOGGER_CONFIG.disabled
+    LOGGER_CONFIG.disabled = True
     for package in ("llmcompressor", "compressed_tensors"):
         logger.disable(package)
     try:
@@ -206,7 +207,7 @@ def _duplicate(named_tensors: NamedTensors, model: "PreTrainedModel") -> "PreTra
     from transformers.initialization import no_init_weights
 
     config = type(model.config).from_dict(model.config.to_dict())
-    # the dtype in which llm-compressor creates experts
+    # llm-compressor creates experts in this dtype.
     config.get_text_config().dtype = model.dtype
     with no_init_weights():
         duplicate = type(model)(config)

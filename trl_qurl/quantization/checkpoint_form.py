@@ -1,5 +1,4 @@
-"""Checkpoint layout of a model's parameters, which engines load: other names, and tensors split
-differently.
+"""Checkpoint layout of a model's parameters, which engines load.
 
 transformers renames the tensors of some checkpoints (vision-language models), and fuses the experts
 of a layer. Like `save_pretrained`, this module reverts that conversion, but one parameter at a
@@ -23,7 +22,7 @@ EXPERT_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 
 def whole(parameters: Iterable[torch.Tensor]) -> AbstractContextManager[None]:
     """Gather parameters that ZeRO-3 shards, for the duration of a context that may change them."""
-    # slow, and the command line needs this file
+    # Slow to import, and the command line needs this file.
     from transformers.integrations import is_deepspeed_zero3_enabled
 
     if not is_deepspeed_zero3_enabled():
@@ -34,9 +33,7 @@ def whole(parameters: Iterable[torch.Tensor]) -> AbstractContextManager[None]:
 
 
 def parameter_name(name: str) -> str:
-    """Return transformers' name for a module or parameter of a model that PEFT, or checkpointing,
-    may have wrapped.
-    """
+    """Return transformers' name for a module or parameter that PEFT or checkpointing wrapped."""
     return re.sub(
         r"^base_model\.model\.|\.base_layer|\.modules_to_save\.[^.]+|_checkpoint_wrapped_module\.",
         "",
@@ -44,19 +41,20 @@ def parameter_name(name: str) -> str:
     )
 
 
+def has_wrapper(model: Any) -> bool:
+    """Return whether PEFT has wrapped a model, and not only added layers to it."""
+    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+
+
 def plain_model(model: Any) -> Any:
     """Return a model without PEFT's wrapper."""
-    return (
-        model.get_base_model()
-        if hasattr(model, "peft_config") and hasattr(model, "get_base_model")
-        else model
-    )
+    if has_wrapper(model):
+        return model.get_base_model()
+    return model
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the buffers that a checkpoint stores beside parameters (router biases), with their
-    names.
-    """
+    """Yield the buffers that a checkpoint stores beside parameters (router biases), with names."""
     for path, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
@@ -64,16 +62,22 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def policy_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield a policy's parameters and persistent buffers, without adapters and what these replace,
-    with paths.
+    """Yield a policy's parameters and persistent buffers, with paths.
+
+    Adapters are left out, and so is what active ones replace.
     """
     is_disabled = any(
         getattr(module, "disable_adapters", None) is True for module in model.modules()
     )
-    left_out = [".lora_", ".modules_to_save." if is_disabled else ".original_module."]
-    if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
-        others = model.peft_config.keys() - model.active_adapters
-        left_out += [f".{model.prefix}", *(f".modules_to_save.{name}." for name in others)]
+    left_out = [".lora_"]
+    if is_disabled:
+        left_out.append(".modules_to_save.")
+    else:
+        left_out.append(".original_module.")
+    if has_wrapper(model):
+        inactive = model.peft_config.keys() - model.active_adapters
+        left_out.append(f".{model.prefix}")
+        left_out.extend(f".modules_to_save.{name}." for name in inactive)
     for path, tensor in (*model.named_parameters(), *persistent_buffers(model)):
         if not any(part in path for part in left_out):
             yield path.replace(".original_module.", ".modules_to_save.none."), tensor
@@ -83,8 +87,8 @@ def expert_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the modules that hold experts in three-dimensional parameters, with their names."""
     for name, module in model.named_modules():
         weight = getattr(module, "down_proj", None)
-        # transformers' `use_experts_implementation` sets flags such as this one, which describe the
-        # weights' layout.
+        # `use_experts_implementation` of transformers sets flags such as this one, which describe
+        # the layout of the weights.
         if isinstance(weight, nn.Parameter) and hasattr(module, "is_transposed"):
             yield name, module
 
@@ -95,11 +99,11 @@ def expert_layers(layers: Iterable[str]) -> list[str]:
 
 
 class CheckpointForm:
-    """Layout in which a checkpoint stores a model's parameters, which may be empty, sharded or on
-    no device.
+    """Layout in which a checkpoint stores a model's parameters.
 
-    With `splits_experts`, experts are separate matrices, as in llm-compressor's checkpoints. Raises
-    `ValueError` if one tensor of the checkpoint holds several parameters.
+    Parameters may be empty, sharded or on no device. With `splits_experts`, experts are separate
+    matrices, as in llm-compressor's checkpoints. Raises `ValueError` if one tensor of the
+    checkpoint holds several parameters.
     """
 
     # the checkpoint's tensors, on the meta device, by parameter and name
@@ -109,23 +113,24 @@ class CheckpointForm:
         self._model = plain_model(model)
         modules = expert_modules(model) if splits_experts else ()
         self._experts = {parameter_name(path): experts for path, experts in modules}
-        self.layout = {}
-        parts: dict[str, dict[str, torch.Tensor]] = {}
+        parts: dict[str, dict[str, torch.Tensor]] = {}  # by parameter
+        plain: dict[str, torch.Tensor] = {}  # all parts
         for path, parameter in policy_tensors(model):
-            # the full shape if ZeRO-3 shards it
+            # ZeRO-3 keeps the full shape of what it shards here.
             shape = getattr(parameter, "ds_shape", parameter.shape)
             full = torch.empty(shape, dtype=parameter.dtype, device="meta")
-            parts[parameter_name(path)] = dict(self._split(parameter_name(path), full))
-        plain = {name: tensor for entries in parts.values() for name, tensor in entries.items()}
+            name = parameter_name(path)
+            parts[name] = dict(self._split(name, full))
+            plain.update(parts[name])
         stored = _reverted(self._model, plain)
-        # a renamed tensor is still the same object
+        # A renamed tensor is still the same object.
         names = {id(tensor): name for name, tensor in stored.items()}
         self._renamed = {
             name: names[id(tensor)] for name, tensor in plain.items() if id(tensor) in names
         }
-        for name, entries in parts.items():
-            self.layout[name] = dict(self._rename(entries))
-            for stored_name, tensor in self.layout[name].items():
+        self.layout = {name: dict(self._rename(entries)) for name, entries in parts.items()}
+        for name, tensors in self.layout.items():
+            for stored_name, tensor in tensors.items():
                 if stored_name not in stored or stored[stored_name].shape != tensor.shape:
                     raise ValueError(
                         f"The checkpoint of {type(self._model).__name__} holds {name} together "
@@ -134,42 +139,44 @@ class CheckpointForm:
                     )
 
     def convert(self, named_parameters: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
-        """Convert a stream of a model's parameters into its checkpoint's tensors, one parameter at
-        a time.
-        """
+        """Convert parameters into the checkpoint's tensors, one parameter at a time."""
         for name, parameter in named_parameters:
             yield from self._rename(dict(self._split(name, parameter)))
 
     def name(self, name: str) -> str:
-        """Return a layer's name in the checkpoint, or its own if
-        it shares another layer's weight.
-        """
-        return next(iter(self.layout.get(f"{name}.weight", [name]))).removesuffix(".weight")
+        """Return a layer's name in the checkpoint; its own if it shares another layer's weight."""
+        stored = self.layout.get(f"{name}.weight")
+        if stored is None:
+            return name
+        return next(iter(stored)).removesuffix(".weight")
 
     def _split(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """Split a parameter of experts into each expert's parts, as views, with names such as
-        `3.gate_proj.weight`.
+        """Split a parameter of experts into each expert's parts, as views.
 
-        The parameter is (experts, out, in) or (experts, in, out), or a bias, (experts, out). Other
-        ones stay whole.
+        Parts have names such as `3.gate_proj.weight`. The parameter is (experts, out, in) or
+        (experts, in, out), or a bias, (experts, out). Other ones stay whole.
         """
         path, _, last = name.rpartition(".")
-        experts, layer = self._experts.get(path), last.removesuffix("_bias")
+        experts = self._experts.get(path)
+        layer = last.removesuffix("_bias")
         if experts is None or layer not in EXPERT_WEIGHTS:
             yield name, tensor
             return
         kind = "weight" if layer == last else "bias"
         for index, part in enumerate(tensor):
-            # (out, in) or (out,)
-            matrix = part.T if experts.is_transposed and kind == "weight" else part
-            if layer == "gate_up_proj":
-                gate, up = (
-                    matrix.chunk(2) if experts.is_concatenated else (matrix[0::2], matrix[1::2])
-                )
-                yield f"{path}.{index}.gate_proj.{kind}", gate
-                yield f"{path}.{index}.up_proj.{kind}", up
+            if experts.is_transposed and kind == "weight":
+                part = part.T
+            # Now it is (out, in) or (out,).
+            if layer != "gate_up_proj":
+                yield f"{path}.{index}.{layer}.{kind}", part
+                continue
+            if experts.is_concatenated:
+                gate, up = part.chunk(2)
             else:
-                yield f"{path}.{index}.{layer}.{kind}", matrix
+                gate = part[0::2]
+                up = part[1::2]
+            yield f"{path}.{index}.gate_proj.{kind}", gate
+            yield f"{path}.{index}.up_proj.{kind}", up
 
     def _rename(self, entries: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in entries.items():

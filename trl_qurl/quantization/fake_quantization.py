@@ -1,5 +1,4 @@
-"""The engine's rounding in the trainer: a quantized forward pass, and a frozen base with rounded
-weights.
+"""The engine's rounding in the trainer: a quantized forward pass, and a rounded frozen base.
 
 In the forward pass, which has no gradient, linear layers round their weights and inputs as the plan
 says, and multiply in the trainer's own dtype. Experts stay exact.
@@ -38,23 +37,22 @@ class QuantizedLinear:
 
     @torch.no_grad()
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Multiply rounded inputs with rounded weights, in the dtype that the exact layer would
-        use.
-        """
+        """Multiply rounded inputs with rounded weights, in the dtype of the exact layer."""
+        if self.adapted is None:
+            exact = dict(self.layer.named_parameters())
+        else:
+            exact = merged_layer(self.adapted)
         device = inputs.device.type
-        exact = (
-            dict(self.layer.named_parameters())
-            if self.adapted is None
-            else merged_layer(self.adapted)
-        )
-        dtype = (
-            torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else inputs.dtype
-        )
+        dtype = inputs.dtype
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
         x = inputs.to(dtype)  # the engine also rounds inputs in its compute dtype
         if self.input_scale is not None:
             x = (x / self.input_scale.to(x.device)).to(dtype)
         x = self.scheme.quantize_activations(x)
-        bias = exact["bias"].to(dtype) if "bias" in exact else None
+        bias = exact.get("bias")
+        if bias is not None:
+            bias = bias.to(dtype)
         return nn.functional.linear(x, self._rounded(exact["weight"], dtype), bias)
 
     def _rounded(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -77,35 +75,46 @@ def quantized_forward(
     merges: bool = False,  # whether the engine got adapters merged into the weights
     is_rounded: bool = False,  # whether the layers have the engine's values
 ) -> Iterator[None]:
-    """Run linear layers quantized by the plan inside the context, with the engine's smoothing and
-    grid, if any.
+    """Run linear layers quantized by the plan inside the context.
+
+    They compute with the engine's smoothing and grid, if any.
     """
-    tuners: list[Any] = [each for each in model.modules() if merges and hasattr(each, "base_layer")]
-    # by the outermost around a layer
-    adapted = {each.get_base_layer(): each for each in reversed(tuners)}
-    modules: list[Any] = []
+    adapted: dict[nn.Module, Any] = {}  # PEFT's layers, the outermost around each linear one
+    modules: list[Any] = list(model.modules()) if merges else []
+    for module in modules:
+        if hasattr(module, "base_layer"):
+            adapted.setdefault(module.get_base_layer(), module)
+    replaced: list[Any] = []
     for name, layer in linear_layers(model, plan.schemes):
-        scale = smoothing.input_scale(name) if smoothing else None
-        modules.append(adapted.get(layer, layer))
-        form = plan.schemes[name], scale, grid, layer.weight.dtype, adapted.get(layer), is_rounded
-        modules[-1].forward = QuantizedLinear(layer, *form)  # hides its class's
+        outer = adapted.get(layer, layer)
+        # This hides the method of the module's class.
+        outer.forward = QuantizedLinear(
+            layer,
+            plan.schemes[name],
+            input_scale=None if smoothing is None else smoothing.input_scale(name),
+            grid=grid,
+            dtype=layer.weight.dtype,
+            adapted=adapted.get(layer),
+            is_rounded=is_rounded,
+        )
+        replaced.append(outer)
     try:
         yield
     finally:
-        for module in modules:
+        for module in replaced:
             del module.forward
 
 
 def round_base(model: Any, plan: QuantizationPlan, dtype: torch.dtype) -> None:
-    """Replace weights, in place, with the values of their codes in an engine of this dtype, and
-    record the formats.
+    """Replace weights, in place, with the values of their codes in an engine of this dtype.
 
-    The frozen base below an adapter then computes with the engine's weights. Raises as
-    `check_unrounded` does.
+    The frozen base below an adapter then computes with the engine's weights. The model's config
+    records the formats. Raises as `check_unrounded` does.
     """
     check_unrounded(model)
     for name, module in linear_layers(model, plan.schemes):
-        scheme, weight = plan.schemes[name], module.weight
+        scheme = plan.schemes[name]
+        weight = module.weight
         if not weight.is_meta:
             with torch.no_grad(), whole([weight]):
                 weight.copy_(scheme.dequantize(scheme.quantize(weight.float()), dtype))
@@ -114,7 +123,8 @@ def round_base(model: Any, plan: QuantizationPlan, dtype: torch.dtype) -> None:
 
 def check_unrounded(model: Any) -> None:
     """Raise `ValueError` for a model with weights that `round_base` has replaced."""
-    if (rounded := getattr(model.config, "rounded_base", None)) is not None:
+    rounded = getattr(model.config, "rounded_base", None)
+    if rounded is not None:
         raise ValueError(
             f"The weights of this model were rounded to {rounded} before (round_base), and "
             "rounding them again would change the codes: load the original model again."

@@ -23,9 +23,9 @@ FP8_CACHES = ("fp8", "fp8_e4m3")
 fitted to keys and values would change with the weights, and vLLM computes none after a sync."""
 
 TOKEN_CACHES = ("int8_per_token_head", "fp8_per_token_head")
-"""Caches with a scale per token and head, stored with the values. Only vLLM's Triton attention for
-GPUs has them.
-"""
+"""Caches with a scale per token and head, stored with the values.
+
+Only vLLM's Triton attention for GPUs has them."""
 
 CACHES = ("auto", "float16", "bfloat16", *FP8_CACHES, *TOKEN_CACHES)
 """Values of `kv_cache_dtype` that stay right after a sync; `auto` is the dtype of the model."""
@@ -61,8 +61,9 @@ def get_scheme(name: str) -> QuantizationScheme:
         ValueError: If the scheme is unknown; the message lists the valid names.
     """
     if name not in SCHEMES:
-        # "int4", "4bit"
-        near = ["w4a16"] if "4" in name else get_close_matches(name.lower(), SCHEMES, 1)
+        near = get_close_matches(name.lower(), SCHEMES, 1)
+        if "4" in name:  # as in "int4" and "4bit"
+            near = ["w4a16"]
         guess = f"; did you mean {near[0]!r}?" if near else "."
         raise ValueError(
             f"Unknown quantization scheme {name!r}{guess} Choose one of "
@@ -73,10 +74,12 @@ def get_scheme(name: str) -> QuantizationScheme:
 
 
 def check_kv_cache(dtype: str, setting: str) -> None:
-    """Raise `ValueError` for a key-value cache that `CACHES` or this device lacks; `setting` is
-    where it was set.
+    """Raise `ValueError` for a key-value cache that `CACHES` or this device lacks.
+
+    `setting` is where it was set.
     """
-    here = [cache for cache in CACHES if gpu_capability() or cache not in TOKEN_CACHES]
+    has_gpu = gpu_capability() is not None
+    here = [cache for cache in CACHES if has_gpu or cache not in TOKEN_CACHES]
     if dtype not in here:
         raise ValueError(
             f"{setting} is {dtype!r}, a format of the key-value cache that syncs do not support "
@@ -86,7 +89,9 @@ def check_kv_cache(dtype: str, setting: str) -> None:
 
 def gpu_capability() -> tuple[int, int] | None:
     """Return the compute capability of the current GPU, major and minor; `None` without CUDA."""
-    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    if not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_capability()
 
 
 FORMATS = (
@@ -98,8 +103,8 @@ FORMATS = (
         cpus="avx2",
         quantize_activations=activations.int8_per_token,
         is_smoothed=True,
-        # On Blackwell and later, vLLM's CUTLASS kernels support only FP8, but the INT8 one fails
-        # only when it runs.
+        # On Blackwell and later, vLLM's CUTLASS kernels support only FP8. The one for INT8 is
+        # selected, and fails when it runs.
         kernel_fault=KernelFault((10, 0), ("CutlassInt8ScaledMMLinearKernel",)),
     ),
     QuantizationScheme(
@@ -115,12 +120,12 @@ FORMATS = (
         preset="FP8_BLOCK",
         checkpoint_format="float-quantized",
         lowest_gpu=(9, 0),  # Hopper and later; on older GPUs vLLM's kernel leaves activations exact
-        # needs AMX, and those kernels leave activations exact or use one scale per token
+        # Kernels for CPUs need AMX, and leave activations exact or use one scale per token.
         cpus=None,
         quantize_activations=activations.fp8_per_group,
         heads=False,  # vLLM's loader of heads requires a scale per token of the vocabulary
-        # DeepGEMM rounds the weights again, to power-of-two scales, and activations with such
-        # scales.
+        # DeepGEMM rounds the weights again, to scales that are powers of two, and activations
+        # with such scales.
         kernel_fault=KernelFault(
             (9, 0),
             ("FlashInferFp8DeepGEMMDynamicBlockScaledKernel", "DeepGemmFp8BlockScaledMMKernel"),
@@ -130,7 +135,7 @@ FORMATS = (
         name="mxfp8",
         preset="MXFP8",
         checkpoint_format="mxfp8-quantized",
-        # Blackwell and later; on older GPUs vLLM's kernel leaves activations exact
+        # Blackwell and later; on older GPUs vLLM's kernel leaves activations exact.
         lowest_gpu=(10, 0),
         cpus=None,
         needs_flashinfer=True,  # vLLM's other kernel for it, Marlin, leaves activations exact

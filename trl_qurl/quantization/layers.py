@@ -1,6 +1,4 @@
-"""A model's linear layers by their names in the checkpoint, and what always stays in full
-precision.
-"""
+"""A model's linear layers by their names in the checkpoint, and what is never quantized."""
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -22,7 +20,6 @@ RELOADABLE = ("qwen3_5_text",)
 
 ROUTER = r"(^|\.)(gate|router|shared_expert_gate)(\.|$)"
 """Layers beside experts that select or weigh them. vLLM cannot quantize these."""
-
 
 FUSED = (
     ("q_proj", "k_proj", "v_proj"),
@@ -52,28 +49,32 @@ def ignored_modules(model: Any, ignore: Iterable[str]) -> list[str]:
     These are all modules outside the language model (vision tower, projector), and the routers of
     experts.
     """
-    base, ignore = plain_model(model), list(ignore)
-    paths = [*_paths_beside_language_model(base), *_router_paths(base)]
-    # Only the last part of a name is the same in transformers, in the checkpoint and in vLLM.
-    patterns = dict.fromkeys(
-        rf"re:.*\b{re.escape(path.rpartition('.')[2])}(\.|$)" for path in paths
-    )
-    return [*ignore, *(pattern for pattern in patterns if pattern not in ignore)]
+    base = plain_model(model)
+    patterns = list(ignore)
+    for path in [*_paths_beside_language_model(base), *_router_paths(base)]:
+        # Only the last part of a name is the same in transformers, in the checkpoint and in vLLM.
+        last = path.rpartition(".")[2]
+        pattern = rf"re:.*\b{re.escape(last)}(\.|$)"
+        if pattern not in patterns:
+            patterns.append(pattern)
+    return patterns
 
 
 def linear_layers(model: nn.Module, layers: Collection[str]) -> Iterator[tuple[str, nn.Linear]]:
-    """Yield the linear modules among `layers`, in model order,
-    with their names in the checkpoint.
-    """
+    """Yield the linear modules among `layers`, in model order, by names in the checkpoint."""
     form = CheckpointForm(model)
     for path, module in model.named_modules():
-        if _is_linear(path, module) and (name := form.name(parameter_name(path))) in layers:
+        if not _is_linear(path, module):
+            continue
+        name = form.name(parameter_name(path))
+        if name in layers:
             yield name, module
 
 
 def check_recurrent_layers(model: Any) -> None:
-    """Raise `ValueError` for recurrent layers: after vLLM's reload, Mamba 2 computes with other
-    weights.
+    """Raise `ValueError` for recurrent layers.
+
+    After vLLM's reload, Mamba 2 computes with other weights.
     """
     config = model.config.get_text_config()
     is_recurrent = model._is_stateful or "conv" in (getattr(config, "layer_types", None) or ())
@@ -90,10 +91,10 @@ def _is_linear(path: str, module: nn.Module) -> bool:
 
 
 def model_layers(model: nn.Module) -> dict[str, Layer]:
-    """Return all linear layers and experts, by names in the checkpoint without `.weight`, apart
-    from adapters.
+    """Return all linear layers and experts, apart from adapters.
+
+    They are named as in the checkpoint, without `.weight`.
     """
-    form = CheckpointForm(model)
     modules: dict[str, nn.Module] = {
         parameter_name(path): module
         for path, module in model.named_modules()
@@ -101,32 +102,45 @@ def model_layers(model: nn.Module) -> dict[str, Layer]:
     }
     expert_prefixes = tuple(f"{parameter_name(path)}." for path, _ in expert_modules(model))
     layers = {}
-    for parameter, stored in form.layout.items():
-        module = modules.get(own := parameter.removesuffix(".weight"))
+    for parameter, stored in CheckpointForm(model).layout.items():
+        own = parameter.removesuffix(".weight")
+        module = modules.get(own)
         if module is None and not parameter.startswith(expert_prefixes):
             continue
         for name, tensor in stored.items():
             layer = name.removesuffix(".weight")
-            if layer != name:
-                layers[layer] = Layer(
-                    {layer} if module is None else {layer, own}, module or LINEAR, tensor.shape
-                )
+            if layer == name:  # a bias
+                continue
+            if module is None:  # of an expert
+                layers[layer] = Layer({layer}, LINEAR, tensor.shape)
+            else:
+                layers[layer] = Layer({layer, own}, module, tensor.shape)
     return layers
 
 
 def fused_groups(layers: Iterable[str]) -> list[tuple[str, ...]]:
-    """Group the layers that an engine fuses: projections with one input, and all experts of a
-    block.
+    """Group layers as an engine fuses them.
+
+    It fuses projections with one input, and all experts of a block.
     """
-    fused = {name: names[0] for names in FUSED for name in names}
     groups: dict[str, list[str]] = {}
     for layer in sorted(layers):
         block, is_expert, _ = layer.partition(".experts.")
-        parent, _, own = layer.rpartition(".")
-        groups.setdefault(block if is_expert else f"{parent}.{fused.get(own, own)}", []).append(
-            layer
-        )
+        if is_expert:
+            key = block
+        else:
+            parent, _, own = layer.rpartition(".")
+            key = f"{parent}.{_fused_name(own)}"
+        groups.setdefault(key, []).append(layer)
     return [tuple(group) for group in groups.values()]
+
+
+def _fused_name(name: str) -> str:
+    """Return the first of the layers that an engine fuses with this one, which may be itself."""
+    for names in FUSED:
+        if name in names:
+            return names[0]
+    return name
 
 
 def _paths_beside_language_model(model: Any) -> list[str]:
@@ -135,30 +149,34 @@ def _paths_beside_language_model(model: Any) -> list[str]:
 
     if not isinstance(model, PreTrainedModel):
         return []
-    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    decoder = model.get_decoder()
+    head = model.get_output_embeddings()
     modules = dict(model.named_modules())
     root = next((path for path, module in modules.items() if module is decoder), "")
-    parents = [
-        path
-        for path in modules
-        if path != root and f"{root}.".startswith(f"{path}." if path else "")
-    ]
-    return [
-        f"{parent}.{name}" if parent else name
-        for parent in parents
-        for name, child in modules[parent].named_children()
-        if child not in (head, decoder) and f"{parent}.{name}".lstrip(".") not in parents
-    ]
+    parents = [path for path in modules if path != root and _contains(path, root)]
+    beside = []
+    for parent in parents:
+        for name, child in modules[parent].named_children():
+            path = f"{parent}.{name}".removeprefix(".")
+            if child not in (head, decoder) and path not in parents:
+                beside.append(path)
+    return beside
+
+
+def _contains(path: str, inner: str) -> bool:
+    """Return whether a module, of which the model's path is empty, contains another one."""
+    return path == "" or inner.startswith(f"{path}.")
 
 
 def _router_paths(model: nn.Module) -> list[str]:
-    """Return the layers that route tokens to experts: linear in vLLM, but mostly special classes in
-    transformers.
+    """Return the layers that route tokens to experts.
+
+    They are linear in vLLM, but mostly special classes in transformers.
     """
-    blocks = {path.rpartition(".")[0] for path, _ in expert_modules(model)}
-    return [
-        f"{block}.{name}"
-        for block in sorted(blocks)
-        for name, module in model.get_submodule(block).named_modules()
-        if isinstance(getattr(module, "weight", None), nn.Parameter) and re.search(ROUTER, name)
-    ]
+    routers = []
+    for block in sorted({path.rpartition(".")[0] for path, _ in expert_modules(model)}):
+        for name, module in model.get_submodule(block).named_modules():
+            weight = getattr(module, "weight", None)
+            if isinstance(weight, nn.Parameter) and re.search(ROUTER, name):
+                routers.append(f"{block}.{name}")
+    return routers

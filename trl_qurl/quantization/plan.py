@@ -4,7 +4,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -16,9 +16,10 @@ from trl_qurl.quantization.layers import Layer, fused_groups, ignored_modules, m
 from trl_qurl.quantization.scheme import HEAD, LINEAR, QuantizationScheme, served_as
 
 Formats = str | Mapping[str, str | None] | None
-"""A format for all layers, formats by pattern (the first that
-matches wins), or `None` for 16 bits.
-"""
+"""A format for all layers, formats by pattern (the first match wins), or `None` for 16 bits."""
+
+Rule = tuple[str, QuantizationScheme | None]
+"""A pattern, and the format of the layers that it matches first; `None` is 16 bits."""
 
 REST = "*"
 """Pattern for all layers that are left. Other patterns are llm-compressor's: a name, `re:` and a
@@ -40,13 +41,11 @@ class QuantizationPlan:
     def description(self) -> str:
         """The formats in a few words, for model cards."""
         counts = Counter(self.schemes.values())
-        notes = {
-            scheme: f"{count} layers: " if len(counts) > 1 else ""
-            for scheme, count in counts.items()
-        }
-        return "; ".join(
-            f"{note}{scheme.label}, {scheme.served_as}" for scheme, note in notes.items()
-        )
+        parts = []
+        for scheme, count in counts.items():
+            layers = f"{count} layers: " if len(counts) > 1 else ""
+            parts.append(f"{layers}{scheme.label}, {scheme.served_as}")
+        return "; ".join(parts)
 
     def quantization_config(self) -> dict[str, Any] | None:
         """Build what a checkpoint's `config.json` tells vLLM.
@@ -61,16 +60,17 @@ class QuantizationPlan:
             return None
         groups = {}
         for number, (scheme, targets) in enumerate(self.targets.items()):
-            groups[f"group_{number}"] = group = preset_name_to_scheme(
-                scheme.preset, targets=list(targets)
-            )
+            group = preset_name_to_scheme(scheme.preset, targets=list(targets))
             group.format = scheme.checkpoint_format
+            groups[f"group_{number}"] = group
         stored = {scheme.checkpoint_format for scheme in self.targets}
-        form = stored.pop() if len(stored) == 1 else CompressionFormat.mixed_precision.value
-        status = {"ignore": list(self.ignore), "quantization_status": "compressed"}
-        return QuantizationConfig(config_groups=groups, format=form, **status).model_dump(
-            mode="json"
+        config = QuantizationConfig(
+            config_groups=groups,
+            format=stored.pop() if len(stored) == 1 else CompressionFormat.mixed_precision.value,
+            ignore=list(self.ignore),
+            quantization_status="compressed",
         )
+        return config.model_dump(mode="json")
 
 
 def make_plan(
@@ -93,84 +93,120 @@ def make_plan(
             quantize, a format cannot store a layer, an engine fuses layers of several formats, or
             an output head to quantize shares its weight with the embedding.
     """
-    ignore, formats = [ignore] if isinstance(ignore, str) else list(ignore), read_formats(formats)
+    ignore = [ignore] if isinstance(ignore, str) else list(ignore)
+    formats = read_formats(formats)
     check_patterns(ignore, "quantization_ignore")
     kept = ignored_modules(model, ignore)
     if formats is None:
         return QuantizationPlan(ignore=tuple(kept))
-    rules, layers = read_rules(formats), model_layers(model)
+    rules = read_rules(formats)
+    layers = model_layers(model)
     for pattern in ignore:
         if pattern != HEAD:  # the default; some models name their head otherwise
             _check_useful(model, layers, pattern, True, "quantization_ignore (--ignore)")
-    _check_head(model, [*((pattern, None) for pattern in kept), *rules])
-    chosen: dict[str, QuantizationScheme | None] = {
-        name: None for name in layers if layers[name].matches(kept)
-    }
-    targets: dict[QuantizationScheme, list[str]] = {}
-    for number, (pattern, scheme) in enumerate(rules):
-        matched = [
-            name for name, layer in layers.items() if pattern == REST or layer.matches([pattern])
-        ]
-        own = [name for name in matched if name not in chosen]
-        # Libraries order patterns that overlap in other ways, and vLLM matches them with names of
-        # fused layers first.
-        patterns = (
-            own if any(chosen.get(name) not in (None, scheme) for name in matched) else [pattern]
-        )
-        if pattern == REST:
-            patterns = linear_targets([*kept, *(earlier for earlier, _ in rules[:number])])
-        elif not own:
-            _check_useful(model, layers, pattern, scheme is None, "rollout_quantization (--scheme)")
-        chosen |= dict.fromkeys(own, scheme)
-        if scheme is not None and own:
-            targets.setdefault(scheme, []).extend(patterns)
-        elif pattern != REST:
-            kept.extend(patterns)
-    schemes = {name: scheme for name, scheme in chosen.items() if scheme is not None}
-    if not schemes:
+    _check_head(model, kept, rules)
+    plan = _match(model, layers, kept, rules)
+    if not plan.schemes:
         raise ValueError(
             f"quantization_ignore={ignore} matches all {len(layers)} linear layers of "
             f"{type(model).__name__}, so there is nothing to quantize: narrow the patterns, or set "
             "rollout_quantization=None."
         )
-    _check_storable(schemes, layers)
-    _check_fused(schemes, layers)
-    return QuantizationPlan(schemes, tuple(kept), targets, formats)
+    _check_storable(plan.schemes, layers)
+    _check_fused(plan.schemes, layers)
+    return replace(plan, formats=formats)
+
+
+def _match(
+    model: Any, layers: Mapping[str, Layer], kept: Sequence[str], rules: Sequence[Rule]
+) -> QuantizationPlan:
+    """Give each layer the format of the first rule that matches it, unless a `kept` pattern does.
+
+    Raises `ValueError` for a rule that decides about no layer.
+    """
+    chosen: dict[str, QuantizationScheme | None] = {
+        name: None for name, layer in layers.items() if layer.matches(kept)
+    }
+    targets: dict[QuantizationScheme, list[str]] = {}
+    ignore = list(kept)
+    earlier: list[str] = []
+    for pattern, scheme in rules:
+        matched = [
+            name for name, layer in layers.items() if pattern == REST or layer.matches([pattern])
+        ]
+        own = [name for name in matched if name not in chosen]
+        if pattern == REST:
+            patterns = linear_targets([*ignore, *earlier])
+        elif any(chosen.get(name) not in (None, scheme) for name in matched):
+            # Libraries order patterns that overlap in other ways, and vLLM matches them with names
+            # of fused layers first. So name the layers instead.
+            patterns = own
+        else:
+            patterns = [pattern]
+        if pattern != REST and not own:
+            _check_useful(model, layers, pattern, scheme is None, "rollout_quantization (--scheme)")
+        chosen |= dict.fromkeys(own, scheme)
+        if scheme is not None and own:
+            targets.setdefault(scheme, []).extend(patterns)
+        elif pattern != REST:
+            ignore.extend(patterns)
+        earlier.append(pattern)
+    schemes = {name: scheme for name, scheme in chosen.items() if scheme is not None}
+    return QuantizationPlan(schemes, tuple(ignore), targets)
 
 
 def read_formats(value: Any, setting: str = "rollout_quantization") -> str | dict[str, str] | None:
-    """Check formats from Python, YAML or a command line (a JSON object if several); `ValueError` if
-    wrong.
+    """Check formats from Python, YAML or a command line, where several are a JSON object.
+
+    Raises `ValueError` if they are wrong.
     """
-    try:
-        if isinstance(value, str) and value.lstrip().startswith("{"):
-            if len(pairs := json.loads(value, object_pairs_hook=list)) > len(dict(pairs)):
-                raise ValueError("a pattern is there twice")
-            value = dict(pairs)
-    except ValueError as error:
-        raise ValueError(
-            f"{setting} is {value!r}, not a JSON object such as {EXAMPLE}: {error}."
-        ) from None
-    if (
-        isinstance(value, Mapping)
-        and value
-        and not any(isinstance(name, Mapping) for name in value.values())
-    ):
+    if value is None:
+        return None
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        value = _parse_formats(value, setting)
+    if isinstance(value, str):
+        return None if value.lower() == UNQUANTIZED else get_scheme(value).name
+    is_nested = isinstance(value, Mapping) and any(
+        isinstance(name, Mapping) for name in value.values()
+    )
+    if isinstance(value, Mapping) and not is_nested:
         check_patterns(list(value), setting)
         formats = {
             pattern: format_name(read_formats(name, setting)) for pattern, name in value.items()
         }
         if schemes_of(formats):
             return formats
-    if not isinstance(value, str | None):  # YAML reads `off` as False
-        names = f"{UNQUANTIZED!r}, one of {', '.join(SCHEMES)}"
+    # For example, YAML reads `off` as False.
+    raise ValueError(
+        f"{setting} is {value!r}: write {UNQUANTIZED!r}, one of {', '.join(SCHEMES)}, or formats "
+        f"by pattern such as {EXAMPLE}."
+    )
+
+
+def require_formats(value: Any, setting: str) -> str | dict[str, str]:
+    """Return formats as `read_formats` does; raise `ValueError` if they quantize nothing."""
+    formats = read_formats(value, setting)
+    if formats is None:
         raise ValueError(
-            f"{setting} is {value!r}: write {names}, or formats by pattern such as {EXAMPLE}."
+            f"{setting} is {value!r}, which quantizes nothing: choose one of {', '.join(SCHEMES)}."
         )
-    return None if value is None or value.lower() == UNQUANTIZED else get_scheme(value).name
+    return formats
 
 
-def read_rules(formats: Formats) -> list[tuple[str, QuantizationScheme | None]]:
+def _parse_formats(text: str, setting: str) -> dict[str, Any]:
+    try:
+        pairs = json.loads(text, object_pairs_hook=list)
+        formats = dict(pairs)
+        if len(formats) < len(pairs):
+            raise ValueError("a pattern is there twice")
+    except ValueError as error:
+        raise ValueError(
+            f"{setting} is {text!r}, not a JSON object such as {EXAMPLE}: {error}."
+        ) from None
+    return formats
+
+
+def read_rules(formats: Formats) -> list[Rule]:
     """Return patterns and their formats in order; `None` as a format stands for 16 bits."""
     by_pattern = formats if isinstance(formats, Mapping) else {REST: formats}
     return [(pattern, SCHEMES.get(name or UNQUANTIZED)) for pattern, name in by_pattern.items()]
@@ -187,9 +223,7 @@ def format_name(formats: Formats) -> str:
 
 
 def check_patterns(patterns: Any, name: str) -> None:
-    """Raise `ValueError` for a pattern that is not text, or starts with `re:` but is not a regular
-    expression.
-    """
+    """Raise `ValueError` for a pattern that is no text, or no regular expression after `re:`."""
     if not isinstance(patterns, list | tuple):
         raise ValueError(f"{name} is {patterns!r}, but must be a list of patterns, or [] for none.")
     for pattern in patterns:
@@ -197,8 +231,10 @@ def check_patterns(patterns: Any, name: str) -> None:
             raise ValueError(
                 f"{name} has the pattern {pattern!r}, which is not text: write it in quotes."
             )
+        if not pattern.startswith("re:"):
+            continue
         try:
-            re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
+            re.compile(pattern.removeprefix("re:"))
         except re.error as error:
             raise ValueError(
                 f"{name} has {pattern!r}, which is not a regular expression: {error}."
@@ -206,81 +242,87 @@ def check_patterns(patterns: Any, name: str) -> None:
 
 
 def linear_targets(ignore: Sequence[str]) -> list[str]:
-    """Return compressed-tensors' patterns for all linear layers; vLLM's output head is not a
-    `Linear`.
+    """Return compressed-tensors' patterns for all linear layers.
+
+    vLLM's output head is not a `Linear`.
     """
-    return ["Linear"] if Layer((HEAD,), LINEAR).matches(ignore) else ["Linear", f"re:.*{HEAD}$"]
+    if Layer((HEAD,), LINEAR).matches(ignore):
+        return ["Linear"]
+    return ["Linear", f"re:.*{HEAD}$"]
 
 
 def fingerprint(
     plan: Mapping[str, QuantizationScheme | str], shapes: Mapping[str, Sequence[int]]
 ) -> dict[str, str]:
-    """Describe each tensor of a checkpoint: what a server must have started from; empty if nothing
-    is quantized.
+    """Describe each tensor of a checkpoint, which a server must have started from.
 
     `plan` has the format of each layer, or its description (`served_as`), and `shapes` are those of
-    the tensors.
+    the tensors. The result is empty if nothing is quantized.
     """
-    forms = {
-        layer: form if isinstance(form, str) else form.served_as for layer, form in plan.items()
-    }
-    return {
-        name: f"{forms.get(name.rpartition('.')[0], '16 bits')}, shape {list(shape)}"
-        for name, shape in shapes.items()
-        if forms
-    }
+    if not plan:
+        return {}
+    result = {}
+    for name, shape in shapes.items():
+        form = plan.get(name.rpartition(".")[0], "16 bits")
+        if isinstance(form, QuantizationScheme):
+            form = form.served_as
+        result[name] = f"{form}, shape {list(shape)}"
+    return result
 
 
 def stored_formats(config: Mapping[str, Any], tensors: Iterable[str]) -> dict[str, str]:
-    """Describe the format of each layer of a checkpoint, from its `quantization_config` and names
-    of tensors.
+    """Describe the format of each quantized layer of a checkpoint (`served_as`).
+
+    `config` is its `quantization_config`, and `tensors` are the names of its tensors.
     """
     from compressed_tensors.utils import match_targets
 
-    groups = config["config_groups"].values()
-    targets = {
-        target: served_as(group, config.get("format"))
-        for group in groups
-        for target in group["targets"]
-    }
-    layers = [
-        name.removesuffix(".weight_scale") for name in tensors if name.endswith(".weight_scale")
-    ]
-    return {layer: targets[match_targets(layer, LINEAR, targets)[0]] for layer in layers}
+    targets: dict[str, str] = {}
+    for group in config["config_groups"].values():
+        targets |= dict.fromkeys(group["targets"], served_as(group, config.get("format")))
+    stored = {}
+    for name in tensors:
+        layer = name.removesuffix(".weight_scale")
+        if layer != name:
+            first = match_targets(layer, LINEAR, targets)[0]
+            stored[layer] = targets[first]
+    return stored
 
 
 def _check_useful(
     model: Any, layers: Mapping[str, Layer], pattern: str, is_kept: bool, setting: str
 ) -> None:
-    """Raise `ValueError` for a pattern that decides about no layer; one for 16 bits may match any
-    module.
+    """Raise `ValueError` for a pattern that decides about no layer.
+
+    One for 16 bits may match any module.
     """
-    matched = any(layer.matches([pattern]) for layer in layers.values())
-    modules = plain_model(model).named_modules()
-    if is_kept and (
-        matched or any(Layer((path,), module).matches([pattern]) for path, module in modules)
-    ):
-        return
-    near = *get_close_matches(pattern, layers, 1), *layers
-    reason = f"no layer of {type(plain_model(model)).__name__}: use names such as {near[0]!r}"
-    if matched:
+    base = plain_model(model)
+    matches_layer = any(layer.matches([pattern]) for layer in layers.values())
+    if is_kept:
+        modules = (Layer((path,), module) for path, module in base.named_modules())
+        if matches_layer or any(module.matches([pattern]) for module in modules):
+            return
+    if matches_layer:
         reason = "only layers of earlier patterns, or of quantization_ignore: put it before those"
+    else:
+        example = [*get_close_matches(pattern, layers, 1), *layers][0]
+        reason = f"no layer of {type(base).__name__}: use names such as {example!r}"
     raise ValueError(f"{setting} has the pattern {pattern!r}, which matches {reason}.")
 
 
-def _check_head(model: Any, rules: Iterable[tuple[str, QuantizationScheme | None]]) -> None:
+def _check_head(model: Any, kept: Sequence[str], rules: Sequence[Rule]) -> None:
     """Raise `ValueError` if an output head to quantize shares its weight with the embedding."""
     base = plain_model(model)
-    head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
-    if not isinstance(head, nn.Linear) or head.weight is not embedding.weight:
+    head = base.get_output_embeddings()
+    if not isinstance(head, nn.Linear) or head.weight is not base.get_input_embeddings().weight:
         return
     path = next(path for path, module in base.named_modules() if module is head)
-    matching = (
-        scheme
-        for pattern, scheme in rules
-        if pattern == REST or Layer((path,), head).matches([pattern])
-    )
-    if next(matching, None) is not None:
+    layer = Layer((path,), head)
+    if layer.matches(kept):
+        return
+    # The first rule that matches decides.
+    matching = [scheme for pattern, scheme in rules if pattern == REST or layer.matches([pattern])]
+    if matching and matching[0] is not None:
         raise ValueError(
             f"{path} shares its weight with the embedding, which vLLM keeps in 16 bits to look up "
             f"tokens: keep '{HEAD}' in quantization_ignore, or untie the model first."
@@ -289,14 +331,14 @@ def _check_head(model: Any, rules: Iterable[tuple[str, QuantizationScheme | None
 
 def _check_storable(schemes: Mapping[str, QuantizationScheme], layers: Mapping[str, Layer]) -> None:
     """Raise `ValueError` for layers that their formats cannot store."""
-    no_head = "vLLM cannot load an output head in this format"
-    reasons = {
-        name: no_head
-        if name.endswith(HEAD) and not scheme.heads
-        else scheme.refusal(layers[name].shape)
-        for name, scheme in schemes.items()
-    }
-    if reasons := {name: reason for name, reason in reasons.items() if reason}:
+    reasons = {}
+    for name, scheme in schemes.items():
+        reason = scheme.refusal(layers[name].shape)
+        if name.endswith(HEAD) and not scheme.heads:
+            reason = "vLLM cannot load an output head in this format"
+        if reason is not None:
+            reasons[name] = reason
+    if reasons:
         first, reason = next(iter(reasons.items()))
         patterns = sorted({f"re:.*{name.rpartition('.')[2]}" for name in reasons})
         raise ValueError(
@@ -310,13 +352,14 @@ def _check_storable(schemes: Mapping[str, QuantizationScheme], layers: Mapping[s
 def _check_fused(schemes: Mapping[str, QuantizationScheme], layers: Iterable[str]) -> None:
     """Raise `ValueError` if an engine fuses layers of several formats."""
     for group in fused_groups(layers):
-        names = {layer: schemes[layer].name if layer in schemes else "16 bits" for layer in group}
-        # first layer in each format
-        firsts = {name: layer for layer, name in reversed(names.items())}
+        firsts: dict[str, str] = {}  # the first layer in each format
+        for layer in group:
+            name = schemes[layer].name if layer in schemes else "16 bits"
+            firsts.setdefault(name, layer)
         if len(firsts) > 1:
+            more = ", ..." if len(group) > 3 else ""
+            found = ", ".join(f"{layer} is in {name}" for name, layer in firsts.items())
             raise ValueError(
-                f"vLLM fuses {', '.join(group[:3])}{', ...' * (len(group) > 3)} into one layer, "
-                f"but {', '.join(f'{layer} is in {name}' for name, layer in firsts.items())}: give "
-                "them one format in rollout_quantization (--scheme) and quantization_ignore "
-                "(--ignore)."
+                f"vLLM fuses {', '.join(group[:3])}{more} into one layer, but {found}: give them "
+                "one format in rollout_quantization (--scheme) and quantization_ignore (--ignore)."
             )

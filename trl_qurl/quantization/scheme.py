@@ -1,6 +1,4 @@
-"""Quantization schemes: how a format stores weights and rounds activations, and where vLLM can run
-it.
-"""
+"""Quantization schemes: how a format stores weights and rounds activations, and where it runs."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -54,8 +52,9 @@ class QuantizationScheme:
 
     @functools.cached_property
     def library_scheme(self) -> Any:
-        """compressed-tensors' scheme of the same format; the first use imports the library, which
-        takes a second.
+        """compressed-tensors' scheme of the same format.
+
+        The first use imports the library, which takes a second.
         """
         from compressed_tensors.quantization import preset_name_to_scheme
 
@@ -64,9 +63,8 @@ class QuantizationScheme:
     @functools.cached_property
     def served_as(self) -> str:
         """The format in a few words, as an engine finds it in a checkpoint."""
-        return served_as(
-            {**self.library_scheme.model_dump(mode="json"), "format": self.checkpoint_format}
-        )
+        group = self.library_scheme.model_dump(mode="json")
+        return served_as(group | {"format": self.checkpoint_format})
 
     def runs_on(self, capability: tuple[int, int] | None) -> bool:
         """Return whether vLLM has kernels for this format.
@@ -77,9 +75,9 @@ class QuantizationScheme:
         Returns:
             True if rollouts in this format make sense on that device.
         """
-        if capability is None:
-            return self.cpus is not None and bool(torch.cpu.get_capabilities().get(self.cpus))
-        return capability >= self.lowest_gpu
+        if capability is not None:
+            return capability >= self.lowest_gpu
+        return self.cpus is not None and bool(torch.cpu.get_capabilities().get(self.cpus))
 
     def layout(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         """Describe the result of `quantize` without rounding anything.
@@ -92,7 +90,8 @@ class QuantizationScheme:
         """
         args = self.library_scheme.weights
         height, width = args.block_structure or (1, args.group_size or 1)
-        small, large = _samples(self, height, width, weight.dtype)
+        small = _sample(self, height, width, weight.dtype)
+        large = _sample(self, 2 * height, 2 * width, weight.dtype)
         blocks = (weight.shape[0] // height, weight.shape[1] // width)
         result = {}
         for name, tensor in small.items():
@@ -117,7 +116,8 @@ class QuantizationScheme:
         Raises:
             ValueError: If the scheme cannot store this weight; see `refusal`.
         """
-        if reason := self.refusal(weight.shape, weight.dtype):
+        reason = self.refusal(weight.shape, weight.dtype)
+        if reason is not None:
             raise ValueError(
                 f"{self.name} cannot quantize this layer: {reason}. Add it to quantization_ignore."
             )
@@ -159,43 +159,35 @@ class QuantizationScheme:
             return f"its weight has the shape {tuple(shape)}, not (out, in)"
         if not dtype.is_floating_point:
             return f"its weight is of dtype {dtype}, not a floating-point dtype"
-        (outputs, inputs), args = shape, self.library_scheme.weights
-        if args.block_structure and (
-            outputs % args.block_structure[0] or inputs % args.block_structure[1]
-        ):
+        outputs, inputs = shape
+        args = self.library_scheme.weights
+        if args.block_structure:
             height, width = args.block_structure
-            return (
-                f"its weight of {outputs} x {inputs} is not made of whole blocks of {height} x "
-                f"{width}"
-            )
+            if outputs % height or inputs % width:
+                return (
+                    f"its weight of {outputs} x {inputs} is not made of whole blocks of {height} "
+                    f"x {width}"
+                )
         if args.group_size and inputs % args.group_size:
             return f"it has {inputs} inputs, not a multiple of the group size {args.group_size}"
         return None
 
 
 def served_as(group: Mapping[str, Any], checkpoint_format: str | None = None) -> str:
-    """Describe a group of a `quantization_config`, so that two formats never have the same
-    description.
-    """
+    """Describe a group of a `quantization_config`; no two formats have the same description."""
     parts = []
     for kind, name in (("weights", "weights"), ("input_activations", "activations")):
-        if args := group.get(kind):
+        args = group.get(kind)
+        if args:
             size = args.get("block_structure") or args.get("group_size") or ""
-            parts.append(
-                f"{args['num_bits']}-bit {args['type']} {name} per {args['strategy']} "
-                f"{size}".rstrip()
-            )
+            text = f"{args['num_bits']}-bit {args['type']} {name} per {args['strategy']} {size}"
+            parts.append(text.rstrip())
     return f"{', '.join(parts)}, {group.get('format') or checkpoint_format}"
 
 
 @functools.cache
-def _samples(
+def _sample(
     scheme: QuantizationScheme, height: int, width: int, dtype: torch.dtype
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Quantize one block of weights, and two by two of them. Meta tensors fail in
-    compressed-tensors 0.18.
-    """
-    small, large = (
-        scheme.quantize(torch.zeros(n * height, n * width, dtype=dtype)) for n in (1, 2)
-    )
-    return small, large
+) -> dict[str, torch.Tensor]:
+    """Quantize a weight of zeros. Meta tensors fail in compressed-tensors 0.18."""
+    return scheme.quantize(torch.zeros(height, width, dtype=dtype))

@@ -26,9 +26,8 @@ from trl_qurl.quantization.layers import linear_layers
 
 ALPHA = 0.4  # share of the range that moves from inputs to weights: 0 for none, 1 for all
 FIT_INTERVAL = 16  # syncs between fits
-# attributes that a checkpoint holds
-STATE = ("scales", "_inputs", "_columns", "collects", "_syncs")
-# known outliers need less, and larger scales would not fit into a float16 engine
+STATE = ("scales", "_inputs", "_columns", "collects", "_syncs")  # attributes for a checkpoint
+# Known outliers need less, and larger scales would not fit into a float16 engine.
 LARGEST_SCALE = 2.0**10
 
 LINEAR_PAIR = ("mlp.up_proj", "mlp.down_proj")
@@ -45,10 +44,10 @@ class Source(NamedTuple):
 
 
 class Smoothing:
-    """Smoothing scales of the quantized `layers` of a model: fits them, and folds them into what an
-    engine is sent.
+    """Smoothing scales of the quantized `layers` of a model.
 
-    Raises `ValueError` if the model's type is not in `ARCHITECTURES`.
+    It fits them, and folds them into what an engine is sent. Raises `ValueError` if the model's
+    type is not in `ARCHITECTURES`.
     """
 
     def __init__(self, model: Any, layers: frozenset[str]) -> None:
@@ -65,7 +64,7 @@ class Smoothing:
         # Sums of squares by channel and, last, the number of squares in each, (channels + 1,).
         self._inputs: dict[str, torch.Tensor] = {}  # by source, since the last fit
         self._columns: dict[str, torch.Tensor] = {}  # by layer, as last sent
-        # its layers share one input
+        # One layer of each source is enough, because its layers share one input.
         readers = {source.layers[0]: name for name, source in self._sources.items()}
         for layer, module in linear_layers(model, readers.keys()):
             module.register_forward_pre_hook(partial(self._record_inputs, readers[layer]))
@@ -80,10 +79,12 @@ class Smoothing:
     def _record_inputs(
         self, source: str, module: nn.Module, inputs: tuple[torch.Tensor, ...]
     ) -> None:
-        if self.collects and self._watches:
-            x, mask = inputs[0].detach(), self._mask
-            x = x[mask.bool()] if mask is not None and mask.shape == x.shape[:-1] else x
-            self._inputs[source] = squares(x) + self._inputs.get(source, 0.0)
+        if not self.collects or not self._watches:
+            return
+        x = inputs[0].detach()
+        if self._mask is not None and self._mask.shape == x.shape[:-1]:
+            x = x[self._mask.bool()]
+        self._inputs[source] = squares(x) + self._inputs.get(source, 0.0)
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -97,7 +98,8 @@ class Smoothing:
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Collect nothing inside the block: the next fit needs the weights of the last sync."""
-        collects, self.collects = self.collects, False
+        collects = self.collects
+        self.collects = False
         try:
             yield
         finally:
@@ -111,8 +113,9 @@ class Smoothing:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state from `state_dict`; if other layers are smoothed now, keep the fit to
-        the first prompts.
+        """Restore the state from `state_dict`.
+
+        If other layers are smoothed now, keep the fit to the first prompts.
         """
         if state["layers"] == list(self._feeder):
             vars(self).update(state["values"])
@@ -125,102 +128,108 @@ class Smoothing:
         self.collects = self._syncs >= FIT_INTERVAL
 
     def fit(self, is_shared: bool = True) -> bool:
-        """Refit the scales to the inputs since the last fit and the weights as last sent; `False`
-        without inputs.
+        """Refit the scales to the inputs since the last fit and the weights as last sent.
 
         If `is_shared`, all processes fit the same scales to the inputs of all; this is a collective
-        operation.
+        operation. Returns `False` without inputs.
         """
+        sums = is_shared and torch.distributed.is_available() and torch.distributed.is_initialized()
         has_inputs = False
         for name, source in self._sources.items():
             columns = torch.stack([self._columns[layer] for layer in source.layers]).sum(0)
             inputs = self._inputs.get(name, torch.zeros_like(columns))
-            if (
-                is_shared
-                and torch.distributed.is_available()
-                and torch.distributed.is_initialized()
-            ):
+            if sums:
                 torch.distributed.all_reduce(inputs)
             if inputs[-1] > 0:
                 has_inputs = True
-                self.scales[name] = fitted_scales(
-                    inputs[:-1] / inputs[-1], columns.to(inputs)[:-1] / columns[-1]
-                )
+                mean_inputs = inputs[:-1] / inputs[-1]
+                mean_columns = columns.to(inputs)[:-1] / columns[-1]
+                self.scales[name] = fitted_scales(mean_inputs, mean_columns)
         self._inputs.clear()
         return has_inputs
 
     def fold(self, named_tensors: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
-        """Fold the scales into tensors of a checkpoint, and record the weight magnitudes for the
-        next fit.
+        """Fold the scales into tensors of a checkpoint, and record magnitudes for the next fit.
 
         Yields the same full-precision tensors, but smoothed layers and their sources are rescaled
         copies.
         """
         for name, tensor in named_tensors:
             module, _, attribute = name.rpartition(".")
-            scale = self.input_scale(module) if attribute == "weight" else None
-            if attribute == "weight" and module in self._feeder and self.collects:
-                self._columns[module] = squares(tensor)
             folded = tensor
-            if scale is not None:
-                folded = folded * scale.to(folded.device)
+            if attribute == "weight":
+                if module in self._feeder and self.collects:
+                    self._columns[module] = squares(tensor)
+                scale = self.input_scale(module)
+                if scale is not None:
+                    folded = folded * scale.to(folded.device)
             if module in self.scales:
+                divisor = self.scales[module].to(folded.device)
+                if folded.dim() == 2:  # the rows of a linear layer
+                    divisor = divisor[:, None]
                 offset = self._sources[module].gain_offset
-                divisor = self.scales[module].to(folded.device).view(-1, *[1] * (folded.dim() - 1))
-                folded = (folded + offset) / divisor - offset if offset else folded / divisor
+                if offset:
+                    folded = (folded + offset) / divisor - offset
+                else:
+                    folded = folded / divisor
             yield name, folded.to(tensor.dtype)  # scales are in float32, so only this cast rounds
 
     def input_scale(self, layer: str) -> torch.Tensor | None:
-        """Return the scale that divides a layer's inputs and multiplies its columns, (in,); `None`
-        if not smoothed.
+        """Return the scale that divides a layer's inputs and multiplies its columns, (in,).
+
+        `None` if the layer is not smoothed.
         """
         return self.scales.get(self._feeder.get(layer, ""))
 
 
 def fitted_scales(inputs: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """Compute s from the means of X_j² and W_j², all (in,); 1 for channels with only zeros as
-    inputs or weights.
+    """Compute s from the means of X_j² and W_j², all (in,).
 
-    Division by the geometric mean keeps the overall magnitude of inputs and weights.
+    Division by the geometric mean keeps the overall magnitude of inputs and weights. s is 1 for
+    channels with only zeros as inputs or weights.
     """
     used = (inputs > 0) & (columns > 0)
-    logs = torch.where(
-        used, (ALPHA * inputs.float().log() - (1 - ALPHA) * columns.float().log()) / 2, 0.0
-    )
+    log_inputs = inputs.float().log()
+    log_columns = columns.float().log()
+    # Half, because both are squares.
+    logs = torch.where(used, (ALPHA * log_inputs - (1 - ALPHA) * log_columns) / 2, 0.0)
     mean = logs.sum() / used.sum().clamp(min=1)
     scales = (logs - mean).exp().clamp(1 / LARGEST_SCALE, LARGEST_SCALE)
     return torch.where(used, scales, 1.0)
 
 
 def squares(tensor: torch.Tensor) -> torch.Tensor:
-    """Sum squares over all but the last dimension, then append the number of terms, (channels +
-    1,), in float32.
+    """Sum squares over all but the last dimension, then append the number of terms.
+
+    Returns (channels + 1,), in float32.
     """
     rows = tensor.detach().flatten(0, -2)
-    return torch.cat(
-        [rows.float().square().sum(0), rows.new_tensor([len(rows)], dtype=torch.float32)]
-    )
+    count = rows.new_tensor([len(rows)], dtype=torch.float32)
+    return torch.cat([rows.float().square().sum(0), count])
 
 
-def can_smooth(model: Any) -> bool:
+def can_smooth(model: nn.Module) -> bool:
     """Return whether `ARCHITECTURES` lists which norm feeds which layer in a model."""
     return plain_model(model).config.model_type in ARCHITECTURES
 
 
 def sources(model: Any) -> dict[str, Source]:
-    """Return the modules with outputs that can be rescaled, in model order, by their names in the
-    checkpoint.
+    """Return the modules with outputs that can be rescaled, in model order.
 
-    Raises `ValueError` for model types that are not in `ARCHITECTURES`.
+    They are named as in the checkpoint. Raises `ValueError` for model types that are not in
+    `ARCHITECTURES`.
     """
-    form, way_out = CheckpointForm(model), "Leave smooth_activations out, or set it to False."
+    form = CheckpointForm(model)
+    way_out = "Leave smooth_activations out, or set it to False."
     (feeds, offset), blocks = decoder_layers(plain_model(model), "Smoothing", way_out)
+    up_proj, down_proj = LINEAR_PAIR
     result = {}
     for path, block in blocks.items():
-        groups = [(offset, (norm, *linears)) for norm, linears in feeds.items()]
-        if dict(block.named_modules()).keys() >= set(LINEAR_PAIR):  # not with fused layers
-            groups.append((0.0, LINEAR_PAIR))
-        for gain_offset, names in groups:
-            source, *layers = (form.name(f"{path}.{name}") for name in names)
-            result[source] = Source(tuple(layers), gain_offset)
+        for norm, linears in feeds.items():
+            layers = tuple(form.name(f"{path}.{linear}") for linear in linears)
+            result[form.name(f"{path}.{norm}")] = Source(layers, offset)
+        modules = dict(block.named_modules())
+        if up_proj in modules and down_proj in modules:  # not with fused layers
+            layers = (form.name(f"{path}.{down_proj}"),)
+            result[form.name(f"{path}.{up_proj}")] = Source(layers, gain_offset=0.0)
     return result

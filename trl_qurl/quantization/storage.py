@@ -1,7 +1,7 @@
 """Checkpoint directories that are either complete or absent, so readers never see a partial one.
 
 Tensors come from a stream and are written in shards; memory holds one shard at a time. A cache
-keeps some of them.
+keeps some directories.
 """
 
 import fcntl
@@ -31,12 +31,12 @@ CACHE_VARIABLE = "TRL_QURL_CACHE"
 
 @contextmanager
 def new_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Create a directory atomically: the block fills a temporary one, which replaces `path` if the
-    block succeeds.
+    """Create a directory atomically.
 
-    If it fails, or SIGTERM ends the process, nothing is left behind, and an existing `path` stays
-    as it was. The next call removes what a killed process left. Raises `OSError` if the system
-    refuses to write, also where safetensors noticed.
+    The block fills a temporary one, which replaces `path` if the block succeeds. If it fails, or
+    SIGTERM ends the process, nothing is left behind, and an existing `path` stays as it was. The
+    next call removes what a killed process left. Raises `OSError` if the system refuses to write,
+    also where safetensors noticed.
     """
     final = Path(path)
     tmp = final.parent / f".{final.name}-{_boot()}-{uuid.uuid4().hex[:8]}"
@@ -70,8 +70,7 @@ def new_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def remove_abandoned(parent: Path, name: str | None = None) -> None:
-    """Remove what killed processes left in `parent` of new directories, of all of them or those
-    with this name.
+    """Remove what killed processes left of new directories in `parent`; of all, or of this name.
 
     A process holds a lock on its directory. What is from before a restart of this machine stays,
     and what is of other machines, because some network file systems do not enforce a lock between
@@ -82,13 +81,15 @@ def remove_abandoned(parent: Path, name: str | None = None) -> None:
         tmp = path.with_name(path.name.removesuffix("-replaced"))
         with suppress(OSError):  # of a process that runs, or removed in the meantime
             lock = _lock(tmp if tmp.exists() else path)
-            _discard(tmp, parent / tmp.name[1:].rsplit("-", 2)[0])
+            final = tmp.name.removeprefix(".").rsplit("-", 2)[0]
+            _discard(tmp, parent / final)
             os.close(lock)
 
 
 def _discard(tmp: Path, final: Path) -> None:
-    """Remove a temporary directory, and the one that it replaced; restore that if nothing has taken
-    its place.
+    """Remove a temporary directory, and the one that it replaced.
+
+    Restore that one if nothing has taken its place.
     """
     replaced = tmp.with_name(f"{tmp.name}-replaced")
     if replaced.exists() and not final.exists():
@@ -98,15 +99,14 @@ def _discard(tmp: Path, final: Path) -> None:
 
 
 def _boot() -> str:
-    """Return an identifier of this machine since its last start,
-    the same in all of its containers.
-    """
+    """Return an identifier of this machine since its last start, the same in all containers."""
     return Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
 
 
 def _lock(directory: Path) -> int:
-    """Lock a directory until its descriptor, which is returned, is closed. Raises `OSError` if a
-    process holds it.
+    """Lock a directory until its descriptor, which is returned, is closed.
+
+    Raises `OSError` if another process holds the lock.
     """
     descriptor = os.open(directory, os.O_RDONLY)
     try:
@@ -118,19 +118,19 @@ def _lock(directory: Path) -> int:
 
 
 def check_replaceable(path: str | os.PathLike[str]) -> None:
-    """Raise `FileExistsError` unless `path` does not exist, is an empty directory, or holds a
-    quantized checkpoint.
-    """
+    """Raise `FileExistsError` if `path` holds something other than a quantized checkpoint."""
     path = Path(path)
-    config = path / "config.json"
-    is_checkpoint = config.is_file() and '"quantization_config"' in config.read_text(
-        encoding="utf-8"
-    )
-    if not path.exists() or is_checkpoint or (path.is_dir() and not any(path.iterdir())):
+    if not path.exists():
         return
-    contents = (
-        f"holds {', '.join(sorted(os.listdir(path))[:3])}, ..." if path.is_dir() else "is a file"
-    )
+    contents = "is a file"
+    if path.is_dir():
+        names = sorted(os.listdir(path))
+        if not names:
+            return
+        config = path / "config.json"
+        if config.is_file() and '"quantization_config"' in config.read_text(encoding="utf-8"):
+            return
+        contents = f"holds {', '.join(names[:3])}, ..."
     raise FileExistsError(
         f"{path} {contents} and would be replaced, but it is not a quantized checkpoint: choose a "
         "directory that does not exist yet, an empty one, or an earlier quantized checkpoint."
@@ -140,39 +140,46 @@ def check_replaceable(path: str | os.PathLike[str]) -> None:
 def write_tensors(
     named_tensors: NamedTensors, directory: Path, shard_bytes: int = 2 * 1024**3
 ) -> None:
-    """Write tensors as `model.safetensors`, or as shards with an index; this uses about
-    `shard_bytes` of memory.
+    """Write tensors as `model.safetensors`, or as shards with an index.
+
+    This uses about `shard_bytes` of memory.
     """
-    weight_map: dict[str, str] = {}
-    shard: dict[str, torch.Tensor] = {}
-    filled = total = 0
-
-    def flush() -> None:
-        file_name = f"model-{len(set(weight_map.values())) + 1:05d}.safetensors"
+    weight_map: dict[str, str] = {}  # the file of each tensor
+    total = 0
+    count = 0
+    for count, shard in enumerate(_shards(named_tensors, shard_bytes), 1):
+        file_name = f"model-{count:05d}.safetensors"
         save_file(shard, directory / file_name, metadata={"format": "pt"})
-        weight_map.update(dict.fromkeys(shard, file_name))
-        shard.clear()
-
-    for name, tensor in named_tensors:
-        # Copy now: before this is written, the parameter's shards may be freed.
-        shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        filled += tensor.nbytes
-        total += tensor.nbytes
-        if filled >= shard_bytes:
-            flush()
-            filled = 0
-    if shard:
-        flush()
-    if len(set(weight_map.values())) == 1:
+        weight_map |= dict.fromkeys(shard, file_name)
+        total += sum(tensor.nbytes for tensor in shard.values())
+        shard.clear()  # before the next one grows
+    if count == 1:
         os.replace(directory / "model-00001.safetensors", directory / "model.safetensors")
     else:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
 
 
+def _shards(named_tensors: NamedTensors, shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield copies of tensors in host memory, about `shard_bytes` at a time."""
+    shard: dict[str, torch.Tensor] = {}
+    filled = 0
+    for name, tensor in named_tensors:
+        # Copy now: before this is written, the parameter's shards may be freed.
+        shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        filled += tensor.nbytes
+        if filled >= shard_bytes:
+            yield shard
+            shard = {}
+            filled = 0
+    if shard:
+        yield shard
+
+
 def read_tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a checkpoint one at a time; raises
-    `FileNotFoundError` if it has none.
+    """Yield the tensors of a checkpoint one at a time.
+
+    Raises `FileNotFoundError` if there are none.
     """
     shards = sorted(directory.glob("*.safetensors"))
     if not shards:
@@ -190,16 +197,16 @@ def tensor_shapes(directory: Path) -> dict[str, list[int]]:
     shapes = {}
     for shard in directory.glob("*.safetensors"):
         with safe_open(shard, framework="pt") as file:
-            shapes.update({name: file.get_slice(name).get_shape() for name in file.keys()})  # noqa: SIM118
+            for name in file.keys():  # noqa: SIM118
+                shapes[name] = file.get_slice(name).get_shape()
     return shapes
 
 
 def write_config(model: "PreTrainedModel", directory: Path, quantization: dict | None) -> None:
-    """Write the model's `config.json` with a `quantization_config` entry, without touching its
-    config object.
+    """Write the model's `config.json` with a `quantization_config` entry.
 
-    Copies classes that came with the checkpoint (`trust_remote_code`) next to it, where `auto_map`
-    refers to them.
+    The model's config object does not change. Copies classes that came with the checkpoint
+    (`trust_remote_code`) next to it, where `auto_map` refers to them.
     """
     from transformers.dynamic_module_utils import custom_object_save
 
@@ -219,24 +226,26 @@ def write_config(model: "PreTrainedModel", directory: Path, quantization: dict |
 
 
 def set_dtype(directory: Path, dtype: torch.dtype | None) -> None:
-    """Have float32 weights loaded in the type that autocast rounded them to: in training, no pass
-    saw the rest.
+    """Have float32 weights loaded in the type that autocast rounded them to.
+
+    In training, no pass saw the rest.
     """
     path = directory / "config.json"
-    if dtype is not None and path.exists():  # an adapter has none
-        contents = json.loads(path.read_text(encoding="utf-8"))
-        for config in (contents, contents.get("text_config") or {}):
-            if config.get("dtype") in ("float32", None):
-                config["dtype"] = str(dtype).removeprefix("torch.")
-        (tmp := path.with_suffix(".tmp")).write_text(
-            json.dumps(contents, indent=2) + "\n", encoding="utf-8"
-        )
-        tmp.replace(path)
+    if dtype is None or not path.exists():  # an adapter has no config.json
+        return
+    contents = json.loads(path.read_text(encoding="utf-8"))
+    for config in (contents, contents.get("text_config") or {}):
+        if config.get("dtype") in ("float32", None):
+            config["dtype"] = str(dtype).removeprefix("torch.")
+    tmp = path.with_suffix(".tmp")
+    tmp.write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
+    tmp.replace(path)
 
 
 def cache_directory() -> Path:
     """Return the cache: `$TRL_QURL_CACHE`, or `trl-qurl` in the user's cache directory."""
-    if override := os.environ.get(CACHE_VARIABLE):
+    override = os.environ.get(CACHE_VARIABLE)
+    if override:
         return Path(override)
     return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "trl-qurl"
 

@@ -4,7 +4,6 @@
 rounds and packs it.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -17,13 +16,12 @@ from trl_qurl.quantization.smoothing import Smoothing
 
 
 class WeightStream:
-    """Reusable converter from the parameters of a model, with or without PEFT, to the tensors of
-    its checkpoint.
+    """Reusable converter from a model's parameters to the tensors of its checkpoint.
 
-    Raises `ValueError` as `CheckpointForm` and `Smoothing` do.
+    The model may have PEFT's wrapper. Raises `ValueError` as `CheckpointForm` and `Smoothing` do.
     """
 
-    # the type of the trainer's autocast, to which it rounds all but adapters
+    # The type of the trainer's autocast, to which it rounds all but adapters.
     grid: torch.dtype | None = None
     is_rounded = False  # whether the model has the engine's values already (`round_base`)
 
@@ -31,37 +29,35 @@ class WeightStream:
         self,
         model: Any,
         plan: QuantizationPlan,  # an empty one quantizes nothing
-        # whether to fold `smoothing` into the weights, for the formats that it helps
-        smooths: bool = False,
+        smooths: bool = False,  # whether to smooth the layers in formats that this helps
     ) -> None:
         self.plan = plan
         self.form = CheckpointForm(model, splits_experts=bool(plan.schemes))
-        smoothed = frozenset(name for name, scheme in plan.schemes.items() if scheme.is_smoothed)
-        self.smoothing = Smoothing(model, smoothed) if smooths else None
-        self.transforms: list[Callable[[NamedTensors], NamedTensors]] = (
-            [self.smoothing.fold] if self.smoothing else []
-        )
+        self.transforms: list[Callable[[NamedTensors], NamedTensors]] = []
+        self.smoothing: Smoothing | None = None
+        if smooths:
+            layers = frozenset(name for name, scheme in plan.schemes.items() if scheme.is_smoothed)
+            self.smoothing = Smoothing(model, layers)
+            self.transforms.append(self.smoothing.fold)
 
     def fit_smoothing(self, model: Any, sequences: Iterable[Sequence[int]]) -> None:
-        """Fit the scales to the tokens of a few sequences before there are rollouts, in this
-        process only.
+        """Fit the scales to the tokens of a few sequences before there are rollouts.
 
-        The stream's `model` must be whole and in memory.
+        This is for one process. The stream's `model` must be whole and in memory.
         """
         assert self.smoothing is not None, "the stream must smooth"
-        was_training, self.smoothing.collects = model.training, True
-        deque(self.smoothing.fold(self.form.convert(model_parameters(model))), maxlen=0)
+        self.smoothing.collects = True
+        for _ in self.smoothing.fold(self.form.convert(model_parameters(model))):
+            pass  # reading records the weights' magnitudes
+        was_training = model.training
         model.eval()
         autocast = torch.autocast(
             model.device.type, self.grid, self.grid is not None, cache_enabled=False
         )
         with torch.inference_mode(), autocast, self.smoothing.watch():
             for tokens in sequences:
-                model(
-                    input_ids=torch.tensor([tokens], device=model.device),
-                    use_cache=False,
-                    logits_to_keep=1,
-                )
+                ids = torch.tensor([tokens], device=model.device)
+                model(input_ids=ids, use_cache=False, logits_to_keep=1)
         model.train(was_training)
         self.smoothing.collects = False
         self.smoothing.fit(is_shared=False)
@@ -72,8 +68,7 @@ class WeightStream:
         dtype: torch.dtype | None = None,
         is_exact: bool = False,
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Convert a model's parameters, without adapters, to tensors in checkpoint format, one
-        layer at a time.
+        """Convert a model's parameters, without adapters, to tensors in checkpoint format.
 
         `dtype` casts matrices that are not quantized. The engine would cast them to the same bits,
         so this only saves bandwidth. If `is_exact`, codes are made from float32 and do not depend
@@ -92,8 +87,10 @@ class WeightStream:
                 yield name, _cast(tensor, dtype)
                 continue
             missing.remove(layer)
-            parts = self.plan.schemes[layer].quantize(tensor.float() if is_exact else tensor)
-            yield from ((f"{layer}.{suffix}", part) for suffix, part in parts.items())
+            if is_exact:
+                tensor = tensor.float()
+            for suffix, part in self.plan.schemes[layer].quantize(tensor).items():
+                yield f"{layer}.{suffix}", part
         if missing:
             raise ValueError(
                 f"{len(missing)} of {len(self.plan.schemes)} layers to quantize were not among the "
@@ -110,22 +107,19 @@ class WeightStream:
             if layer == name or layer not in self.plan.schemes:
                 yield name, _cast(tensor, dtype)
             else:
-                parts = self.plan.schemes[layer].layout(tensor)
-                yield from ((f"{layer}.{suffix}", part) for suffix, part in parts.items())
+                for suffix, part in self.plan.schemes[layer].layout(tensor).items():
+                    yield f"{layer}.{suffix}", part
 
     def nbytes(self, dtype: torch.dtype | None = None) -> int:
         """Return the size of everything that `tensors` yields, in bytes."""
-        return sum(
-            tensor.nbytes
-            for parameter in self.form.layout
-            for _, tensor in self.stored(parameter, dtype)
-        )
+        total = 0
+        for parameter in self.form.layout:
+            total += sum(tensor.nbytes for _, tensor in self.stored(parameter, dtype))
+        return total
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     """Cast a matrix; engines keep some vectors in float32, and those are small."""
-    return (
-        tensor
-        if dtype is None or tensor.dim() < 2 or not tensor.is_floating_point()
-        else tensor.to(dtype)
-    )
+    if dtype is None or tensor.dim() < 2 or not tensor.is_floating_point():
+        return tensor
+    return tensor.to(dtype)

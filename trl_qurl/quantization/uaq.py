@@ -1,14 +1,14 @@
-"""Update-aware quantization (UAQ): the same function with smaller weights, which makes updates
-relatively larger.
+"""Update-aware quantization (UAQ): smaller weights, which make updates relatively larger.
 
-The linear layers that a norm feeds are divided by s once, before training. The rounding step of
-their weights is then s times finer, and so is the threshold that an update must exceed to change a
-code. Layers without a norm before them (o_proj, down_proj), the embedding and the head stay as they
-are. `architectures` lists the supported models.
+The function stays the same. The linear layers that a norm feeds are divided by s once, before
+training. The rounding step of their weights is then s times finer, and so is the threshold that an
+update must exceed to change a code. Layers without a norm before them (o_proj, down_proj), the
+embedding and the head stay as they are. `architectures` lists the supported models.
 """
 
 import math
 import warnings
+from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import is_peft_model
@@ -66,7 +66,7 @@ def scale_model_(model: PreTrainedModel, scale: float) -> bool:
             f"Got UAQ scale {scale}, but the model was already scaled by {recorded} "
             f"(config.uaq_scale). Keep uaq_scale={recorded}, or load the unscaled model."
         )
-    for norm, linears, offset in _scalable_weights(model, scale):
+    for norm, linears, offset in _scalable_groups(model, scale):
         with torch.no_grad(), whole([norm, *linears]):
             for weight in linears:
                 weight.div_(scale)
@@ -75,12 +75,16 @@ def scale_model_(model: PreTrainedModel, scale: float) -> bool:
     return True
 
 
-def _scalable_weights(
-    model: PreTrainedModel, scale: float
-) -> list[tuple[torch.Tensor, tuple[torch.Tensor, ...], float]]:
-    """Return each norm's weight, the weights it feeds, and the gain's offset, after checking all of
-    them.
-    """
+class _Group(NamedTuple):
+    """A norm, and the linear layers that it feeds."""
+
+    norm: torch.Tensor  # its weight
+    linears: tuple[torch.Tensor, ...]  # their weights
+    offset: float  # of the norm's gain, which is offset + weight
+
+
+def _scalable_groups(model: PreTrainedModel, scale: float) -> list[_Group]:
+    """Return what to scale, after checking all of it. Warns if rounding will not be small."""
     if is_peft_model(model):
         raise ValueError(
             "Got a PEFT model. An adapter trained on the scaled base does not fit the unscaled "
@@ -89,26 +93,22 @@ def _scalable_weights(
         )
     (feeds, offset), layers = decoder_layers(model, "UAQ", "Set uaq_scale=1.0 to train without it.")
     modules = dict(model.named_modules())
-    groups = [
-        (
-            _weight(modules, f"{path}.{norm}", nn.Module),
-            tuple(_weight(modules, f"{path}.{linear}", nn.Linear) for linear in linears),
-            offset,
-        )
-        for path in layers
-        for norm, linears in feeds.items()
-    ]
-    halves = {t.dtype for norm, linears, _ in groups for t in (norm, *linears)} & {
-        torch.bfloat16,
-        torch.float16,
-    }
-    if halves and (offset or math.frexp(scale)[0] != 0.5):
+    groups = []
+    dtypes: set[torch.dtype] = set()
+    for path in layers:
+        for norm, linears in feeds.items():
+            gain = _weight(modules, f"{path}.{norm}", nn.Module)
+            weights = tuple(_weight(modules, f"{path}.{linear}", nn.Linear) for linear in linears)
+            dtypes.update(weight.dtype for weight in (gain, *weights))
+            groups.append(_Group(gain, weights, offset))
+    halves = dtypes & {torch.bfloat16, torch.float16}
+    is_power_of_two = math.frexp(scale)[0] == 0.5
+    if halves and (offset or not is_power_of_two):
         warnings.warn(
             f"UAQ with scale {scale} rounds {', '.join(sorted(map(str, halves)))} weights: the "
-            "model is no longer "
-            'exactly the same function. Load it in float32 (model_init_kwargs={"dtype": '
-            '"float32"}). If its norms '
-            "multiply by their plain weight, a power of two is exact, too.",
+            "model is no longer exactly the same function. Load it in float32 "
+            '(model_init_kwargs={"dtype": "float32"}). If its norms multiply by their plain '
+            "weight, a power of two is exact, too.",
             stacklevel=3,
         )
     return groups
@@ -116,19 +116,15 @@ def _scalable_weights(
 
 def _weight(modules: dict[str, nn.Module], name: str, cls: type[nn.Module]) -> torch.Tensor:
     module = modules.get(name)
-    weight = getattr(module, "weight", None)
-    if (
-        not isinstance(module, cls)
-        or not isinstance(weight, nn.Parameter)
-        or not weight.is_floating_point()
-    ):
-        actual = (
-            f"a {type(module).__name__} of {weight.dtype}"
-            if isinstance(weight, nn.Parameter)
-            else "none"
-        )
+    weight: Any = getattr(module, "weight", None)
+    found = None
+    if not isinstance(weight, nn.Parameter):
+        found = "none"
+    elif not isinstance(module, cls) or not weight.is_floating_point():
+        found = f"a {type(module).__name__} of {weight.dtype}"
+    if found is not None:
         raise ValueError(
-            f"UAQ needs a plain floating-point layer {name} and found {actual}: load the model "
+            f"UAQ needs a plain floating-point layer {name} and found {found}: load the model "
             "without adapters, fused or quantized layers, or set uaq_scale=1.0."
         )
     # ZeRO-3 gathers its shards later. FSDP may load only on the first process, which sends its

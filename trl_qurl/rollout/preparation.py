@@ -8,6 +8,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, is_peft_model
+from torch import nn
+from transformers import PreTrainedModel
 from trl.distributed import DistributedBackend
 
 from trl_qurl.quantization.checkpoint_form import plain_model, policy_tensors
@@ -25,8 +27,9 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by accelerate's `m
 
 @dataclass(frozen=True)
 class RolloutSettings:
-    """The rollout settings of a trainer's config, as flat values: config objects stop at the
-    trainers.
+    """The rollout settings of a trainer's config, as flat values.
+
+    Config objects stop at the trainers.
     """
 
     formats: Formats  # of the rollout weights
@@ -43,58 +46,80 @@ class RolloutSettings:
 
 
 def prepare_weights(
-    model: Any,
+    model: PreTrainedModel,
     rollout: RolloutSettings,
     accelerator: Accelerator,
     prompts: Callable[[], list[list[int]]],
 ) -> WeightStream:
-    """Return the stream of weights to send, smoothed for the tokens of the first prompts where that
-    is possible.
+    """Round the frozen base below an adapter, and return the stream of weights to send.
 
-    A collective operation. `prompts` returns the tokens of a few prompts, or none if they are not
-    known yet. Then, and where FSDP or DeepSpeed prepares the model later, smoothing begins with the
-    second rollout. Raises `ValueError` as `check_policy` and `make_plan` do.
+    The stream is smoothed for the tokens of the first prompts where that is possible. `prompts`
+    returns the tokens of a few, or none if they are not known yet. A collective operation. Raises
+    `ValueError` as `check_policy` and `make_plan` do.
     """
     check_policy(plain_model(model))
+    has_adapter = is_peft_model(model)
     smooths = rollout.smooths
     if smooths is None:  # smooth where supported, unless an adapter may be sent alone
-        smooths = can_smooth(model) and not (rollout.is_served and is_peft_model(model))
+        smooths = can_smooth(model) and not (rollout.is_served and has_adapter)
     weights = WeightStream(model, plan_rollouts(model, rollout), smooths)
     weights.grid = AUTOCAST.get(accelerator.mixed_precision)
-    for _, tensor in policy_tensors(model) if is_peft_model(model) else ():
-        if not tensor.requires_grad:  # autocast rounds a base, but not together with its adapter
-            tensor.data = on_grid(tensor.data, weights.grid)
-    if weights.smoothing is None:
-        return weights
+    if has_adapter:
+        round_frozen_base(model, weights.grid)
+    _fit_smoothing(weights, model, accelerator, prompts)
+    return weights
+
+
+def round_frozen_base(model: PreTrainedModel, grid: torch.dtype | None) -> None:
+    """Round the weights below an adapter, in place, to the values that autocast uses.
+
+    Autocast rounds them at every use, but a sync merges them with the adapter before it rounds.
+    """
+    for _, tensor in policy_tensors(model):
+        if not tensor.requires_grad:
+            tensor.data = on_grid(tensor.data, grid)
+
+
+def _fit_smoothing(
+    weights: WeightStream,
+    model: PreTrainedModel,
+    accelerator: Accelerator,
+    prompts: Callable[[], list[list[int]]],
+) -> None:
+    """Smooth for the tokens of the first prompts, if the stream smooths.
+
+    Without the prompts or the model, smoothing begins with the second rollout.
+    """
+    smoothing = weights.smoothing
+    if smoothing is None:
+        return
     # FSDP and DeepSpeed leave the model on the host for now, where one core would take minutes for
     # these passes.
-    arrives_later = (
-        DistributedBackend(accelerator).is_zero3 or model.device.type != accelerator.device.type
-    )
+    is_on_device = model.device.type == accelerator.device.type
+    arrives_later = DistributedBackend(accelerator).is_zero3 or not is_on_device
     sequences = [] if arrives_later else prompts()
     if not sequences:
         logger.info(
             "Smoothing begins with the second rollout, because the model or its prompts come later."
         )
-    # made by the main process, because others may not have loaded the weights
-    scales: list[Any] = [{}]
+    # The main process fits, because others may not have loaded the weights.
+    scales: dict[str, torch.Tensor] = {}
     if accelerator.is_main_process and sequences:
         weights.fit_smoothing(model, sequences)
-        scales = [{name: scale.cpu() for name, scale in weights.smoothing.scales.items()}]
-    [weights.smoothing.scales] = broadcast_object_list(scales, from_process=0)
-    return weights
+        scales = {name: scale.cpu() for name, scale in smoothing.scales.items()}
+    [smoothing.scales] = broadcast_object_list([scales], from_process=0)
 
 
-def plan_rollouts(model: Any, rollout: RolloutSettings) -> QuantizationPlan:
-    """Plan the formats of a model's layers, and log which ones stay in 16 bits if that is not
-    obvious.
+def plan_rollouts(model: PreTrainedModel, rollout: RolloutSettings) -> QuantizationPlan:
+    """Plan the formats of a model's layers, and log those that stay in 16 bits if not obvious.
 
     Experts that this machine's engine cannot run in the one format of all layers stay in 16 bits,
     with a warning. A server is started elsewhere, with its own `--ignore`.
     """
     plan = make_plan(model, rollout.formats, rollout.ignore)
-    is_default = isinstance(rollout.formats, str) and not rollout.is_served
-    obstacle = expert_obstacle(plain_model(model).config, plan.schemes) if is_default else None
+    obstacle = None
+    if isinstance(rollout.formats, str) and not rollout.is_served:
+        obstacle = expert_obstacle(plain_model(model).config, plan.schemes)
     if obstacle is not None:
         ignore = [*rollout.ignore, EXPERTS]
         logger.warning(
@@ -103,42 +128,54 @@ def plan_rollouts(model: Any, rollout: RolloutSettings) -> QuantizationPlan:
         plan = make_plan(model, rollout.formats, ignore)
     left = [name for name in model_layers(model) if name not in plan.schemes]
     if isinstance(rollout.formats, Mapping) and left:
-        logger.info(
-            "%d layers stay in 16 bits: %s%s.",
-            len(left),
-            ", ".join(left[:8]),
-            ", ..." * (len(left) > 8),
-        )
+        shown = ", ".join(left[:8])
+        if len(left) > 8:
+            shown += ", ..."
+        logger.info("%d layers stay in 16 bits: %s.", len(left), shown)
     return plan
 
 
-def check_policy(model: Any) -> None:
-    """Raise `ValueError` if an engine ties what this policy trains apart, or transformers would not
-    save it.
+def check_policy(model: PreTrainedModel) -> None:
+    """Raise `ValueError` for a policy that an engine or transformers cannot hold as it is.
+
+    An engine ties an output head and an embedding, even if the policy trains them apart, and
+    transformers saves no model with a wrong generation config.
     """
-    tied = model.all_tied_weights_keys if vars(model.config).get("tie_word_embeddings") else {}
-    both = [model.get_output_embeddings(), model.get_input_embeddings()] if tied else []
-    # What is trained of each, apart from a head's bias: itself, an adapter, or a copy
-    # (`modules_to_save`).
-    trained = [
-        {p for name, p in m.named_parameters() if p.requires_grad and name != "bias"} for m in both
-    ]
-    if tied and (trained[0] != trained[1] or both[0].weight is not both[1].weight):
-        raise ValueError(
-            f"{' and '.join(*list(tied.items())[:1])} are one tensor in the engine "
-            "(tie_word_embeddings), but the policy trains them apart: leave both modules out of "
-            "target_modules and modules_to_save, or save both with ensure_weight_tying=True, or "
-            "untie the model first."
-        )
+    tied = model.all_tied_weights_keys
+    if vars(model.config).get("tie_word_embeddings") and tied:
+        head = model.get_output_embeddings()
+        embedding = model.get_input_embeddings()
+        is_apart = _trained_of(head) != _trained_of(embedding)
+        if is_apart or head.weight is not embedding.weight:
+            first, second = next(iter(tied.items()))
+            raise ValueError(
+                f"{first} and {second} are one tensor in the engine (tie_word_embeddings), but the "
+                "policy trains them apart: leave both modules out of target_modules and "
+                "modules_to_save, or save both with ensure_weight_tying=True, or untie the model "
+                "first."
+            )
+    if model.generation_config is None:
+        return
     try:
-        if model.generation_config is not None:
-            model.generation_config.validate(strict=True)
+        model.generation_config.validate(strict=True)
     except ValueError as error:
         raise ValueError(
             "transformers saves no model with the generation_config.json of "
             f"{model.name_or_path or 'this one'}: correct it there, or in model.generation_config. "
             f"{error}"
         ) from None
+
+
+def _trained_of(module: nn.Module) -> set[nn.Parameter]:
+    """Return what is trained of a head or embedding, apart from a bias.
+
+    That is the module's weight, an adapter, or a copy (`modules_to_save`).
+    """
+    return {
+        parameter
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad and name != "bias"
+    }
 
 
 def choose_route(
@@ -161,11 +198,9 @@ def choose_route(
         return requested, f"weight_sync={requested!r} requests it"
     if is_sharded and not obstacle:
         obstacle = "streaming a sharded policy is untested on GPUs (weight_sync='stream' forces it)"
-    return (
-        ("checkpoint", obstacle)
-        if obstacle
-        else ("stream", "the trainer and the server both have NCCL")
-    )
+    if obstacle:
+        return "checkpoint", obstacle
+    return "stream", "the trainer and the server both have NCCL"
 
 
 def choose_adapter(

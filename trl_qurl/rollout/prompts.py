@@ -1,10 +1,7 @@
-"""Prompts in tokens: whether the engine has room to continue them, and whether the model knows
-their tokens.
-"""
-
-from typing import Any
+"""Prompts in tokens: whether there is room to continue them, and the model knows their tokens."""
 
 from accelerate.logging import get_logger
+from transformers import PreTrainedTokenizerBase
 
 logger = get_logger(__name__)  # of the main process
 
@@ -29,35 +26,38 @@ def check_room(
             f"{name} of {longest} tokens fills {both}: enlarge it, or remove long prompts."
         )
     if longest + limit > context:
-        early = f"Long prompts end completions before max_completion_length={limit}"
-        logger.warning_once(f"{early}, because both share {both}.")
+        logger.warning_once(
+            f"Long prompts end completions before max_completion_length={limit}, because both "
+            f"share {both}."
+        )
 
 
-def check_tokens(prompt: list[int], rows: int, tokenizer: Any, name: str = "A prompt") -> None:
-    """Raise `ValueError` for a prompt without tokens, or with one that is not in the embedding of
-    `rows` rows.
+def check_tokens(
+    prompt: list[int], rows: int, tokenizer: PreTrainedTokenizerBase, name: str = "A prompt"
+) -> None:
+    """Raise `ValueError` for a prompt without tokens, or with one that the model does not know.
+
+    `rows` is the number of rows of the model's embedding.
     """
     if not prompt:
         raise ValueError(
             f"{name} has no tokens, so there is nothing to continue: remove it from the dataset."
         )
-    if max(prompt) >= rows:
-        check_row(max(prompt), rows, tokenizer, f"a token of {name[0].lower()}{name[1:]}")
+    check_row(max(prompt), rows, tokenizer, f"a token of {name[0].lower()}{name[1:]}")
 
 
-def check_special_tokens(tokenizer: Any, rows: int) -> None:
-    """Raise `ValueError` if the padding or end token, which each rollout uses, is not in the
-    embedding.
+def check_special_tokens(tokenizer: PreTrainedTokenizerBase, rows: int) -> None:
+    """Raise `ValueError` if the model does not know the padding or end token.
 
-    Other tokens may be missing as long as no prompt has them: some models have a larger tokenizer
-    than embedding.
+    Each rollout uses these. Other tokens may be missing as long as no prompt has them: some models
+    have a larger tokenizer than embedding.
     """
     for kind, number in (("padding", tokenizer.pad_token_id), ("end", tokenizer.eos_token_id)):
         if number is not None:
             check_row(number, rows, tokenizer, f"the tokenizer's {kind} token")
 
 
-def check_row(number: int, rows: int, tokenizer: Any, name: str) -> None:
+def check_row(number: int, rows: int, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     """Raise `ValueError` for a token's number that is not one of an embedding's rows."""
     if number < rows:
         return

@@ -1,10 +1,10 @@
-"""A trainer's arguments, checked before an engine starts: TRL would report most of these errors
-minutes later.
+"""A trainer's arguments, checked before an engine starts.
+
+TRL would report most of these errors minutes later.
 """
 
 import dataclasses
 import inspect
-import os
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
@@ -14,17 +14,16 @@ from typing import Any
 from accelerate.utils import is_peft_model
 from datasets import Dataset
 from torch import nn
-from transformers import PretrainedConfig
-from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils.quantization_config import QuantizationConfigMixin
 from trl.import_utils import is_vllm_available
 
-from trl_qurl.paths import home_advice, is_local
+from trl_qurl.paths import check_model_directory, is_local
 from trl_qurl.quantization.formats import gpu_capability
 from trl_qurl.rollout.engine.hardware import WORTH_COMPILING
 from trl_qurl.rollout.preparation import RolloutSettings
 
-# What TRL passes to every reward function by name, before the dataset's columns.
+# TRL passes these to every reward function by name, before the dataset's columns.
 REWARD_KEYWORDS = (
     "prompts",
     "completions",
@@ -35,9 +34,9 @@ REWARD_KEYWORDS = (
 )
 KEPT = ("prompt", "image", "images")  # columns that remove_unused_columns=True leaves
 NOT_PASSED = ("prompt", "completion", "completion_ids")  # columns that TRL does not pass
-# exactly
+# PEFT's methods that merge exactly.
 MERGED = "BOFT C3A DELORA FOURIERFT GRALORA HRA IA3 LOHA LOKR LORA MISS OFT PSOFT SHIRA WAVEFT"
-# settings of adapters for some tokens
+# Settings that limit an adapter to some tokens, so that it cannot be merged.
 ONLY_TOKENS = ("alora_invocation_tokens", "trainable_token_indices")
 
 
@@ -51,32 +50,37 @@ def checked_config(trainer: Any, config: Any, model: Any) -> Any:
         )
     config_class = trainer._config_class
     if config is None:
-        name = model if isinstance(model, str) else model.config._name_or_path
-        return config_class(f"{name.split('/')[-1] or 'model'}-QuRL-{trainer._algorithm}")
-    # GRPOConfig for ours
-    if type(config) in config_class.__mro__ and type(config).__module__.startswith("trl."):
-        # TRL has derived generation_batch_size from steps_per_generation, and rejects a config with
-        # both.
-        names = {field.name for field in dataclasses.fields(config) if field.init} - {
-            "generation_batch_size"
+        path = model if isinstance(model, str) else model.config._name_or_path
+        name = path.split("/")[-1] or "model"
+        return config_class(f"{name}-QuRL-{trainer._algorithm}")
+    if isinstance(config, config_class):
+        return config
+    given = type(config)
+    if given in config_class.__mro__ and given.__module__.startswith("trl."):  # as GRPOConfig
+        settings = {
+            field.name: getattr(config, field.name)
+            for field in dataclasses.fields(config)
+            if field.init
         }
-        return config_class(**{name: getattr(config, name) for name in names} | {"use_vllm": True})
-    if not isinstance(config, config_class):
-        needed = f"{config_class.__module__.partition('.')[0]}.{config_class.__name__}"
-        given = f"args is a {type(config).__name__}, which lacks settings of {trainer.__name__}"
-        raise TypeError(f"{given}: pass a {needed} (it takes the same fields and adds its own).")
-    return config
+        # TRL has derived it from steps_per_generation, and rejects a config with both.
+        settings.pop("generation_batch_size", None)
+        settings["use_vllm"] = True
+        return config_class(**settings)
+    package = config_class.__module__.partition(".")[0]
+    raise TypeError(
+        f"args is a {given.__name__}, which lacks settings of {trainer.__name__}: pass a "
+        f"{package}.{config_class.__name__} (it takes the same fields and adds its own)."
+    )
 
 
 def rollout_settings(args: Any) -> RolloutSettings:
-    """Return the rollout settings of a config as flat values. A short run on a CPU ends before
-    compiling pays.
-    """
+    """Return the rollout settings of a config as flat values."""
     answers = args.max_steps * args.gradient_accumulation_steps * args.per_device_train_batch_size
-    is_short = (
-        0 < answers * (args.max_completion_length or 0) < WORTH_COMPILING
-        and gpu_capability() is None
-    )
+    tokens = answers * (args.max_completion_length or 0)  # not above 0 if nobody knows
+    engine_kwargs = args.engine_kwargs
+    if 0 < tokens < WORTH_COMPILING and gpu_capability() is None:
+        # A short run on a CPU ends before compiling pays.
+        engine_kwargs = {"enforce_eager": True} | engine_kwargs
     return RolloutSettings(
         formats=args.rollout_quantization,
         ignore=tuple(args.quantization_ignore),
@@ -85,7 +89,7 @@ def rollout_settings(args: Any) -> RolloutSettings:
         round_base=args.round_base,
         smooths=args.smooths,
         checkpoint_dir=args.rollout_checkpoint_dir,
-        engine_kwargs=({"enforce_eager": True} if is_short else {}) | args.engine_kwargs,
+        engine_kwargs=engine_kwargs,
         seed=args.seed,
         sync_check_interval=args.sync_check_interval,
         request_timeout=args.vllm_request_timeout,
@@ -94,18 +98,18 @@ def rollout_settings(args: Any) -> RolloutSettings:
 
 def applies_uaq(args: Any, arguments: Mapping[str, Any]) -> bool:
     """Return whether to rescale the model for UAQ; warn if an adapter forbids it."""
+    if args.uaq_scale == 1.0:
+        return False
     model = arguments["model"]
-    is_adapted = arguments.get("peft_config") is not None or (
-        not isinstance(model, str) and is_peft_model(model)
+    has_adapter = not isinstance(model, str) and is_peft_model(model)
+    if not has_adapter and arguments.get("peft_config") is None:
+        return True
+    warnings.warn(
+        f"uaq_scale={args.uaq_scale} is not applied: an adapter trained on rescaled weights would "
+        "not fit the original model. Set uaq_scale=1.0 to avoid this warning.",
+        stacklevel=3,
     )
-    if args.uaq_scale != 1.0 and is_adapted:
-        reason = "an adapter trained on rescaled weights would not fit the original model"
-        text = (
-            f"uaq_scale={args.uaq_scale} is not applied: {reason}. Set uaq_scale=1.0 to avoid this "
-            "warning."
-        )
-        warnings.warn(text, stacklevel=3)
-    return args.uaq_scale != 1.0 and not is_adapted
+    return False
 
 
 def check_arguments(args: Any, arguments: Mapping[str, Any]) -> None:
@@ -113,18 +117,15 @@ def check_arguments(args: Any, arguments: Mapping[str, Any]) -> None:
 
     `arguments` are the constructor's, by TRL's names; `args` is the config among them.
     """
-    train: Any = arguments.get("train_dataset")
-    evaluation = arguments.get("eval_dataset")
     if arguments.get("environment_factory") is None:  # an environment brings its own prompts
-        evaluation = evaluation if isinstance(evaluation, dict) else {"eval_dataset": evaluation}
-        for name, dataset in {"train_dataset": train, **evaluation}.items():
-            if (columns := columns_of(dataset)) and "prompt" not in columns:
-                names = list(map(repr, columns))
-                way = (
-                    f"rename one with dataset.rename_column({names[0]}, 'prompt'), or make one "
-                    "with dataset.map(...)"
-                )
-                raise ValueError(f"{name} has no column 'prompt', only {', '.join(names)}: {way}.")
+        evaluation = arguments.get("eval_dataset")
+        check_columns("train_dataset", arguments.get("train_dataset"))
+        if isinstance(evaluation, dict):
+            for name, dataset in evaluation.items():
+                check_columns(name, dataset)
+        else:
+            check_columns("eval_dataset", evaluation)
+    train: Any = arguments.get("train_dataset")
     needed = args.generation_batch_size // args.num_generations
     if hasattr(train, "__len__") and len(train) < needed:  # TRL would end without a step
         raise ValueError(
@@ -133,24 +134,37 @@ def check_arguments(args: Any, arguments: Mapping[str, Any]) -> None:
             "add prompts, or make rollouts smaller."
         )
     for setting in ("rollouts_ahead", "dynamic_sampling"):
-        if value := vars(args).get(setting):
+        value = vars(args).get(setting)
+        if value:
             check_plain_generation(arguments, f"{setting}={value}")
     rewards: Any = arguments.get("reward_funcs")
-    rewards = rewards if isinstance(rewards, list) else [rewards]
+    if not isinstance(rewards, list):
+        rewards = [rewards]
     for function in rewards:
         check_reward(function, args, arguments)
-    judge, known = (
-        vars(args).get("dynamic_sampling_reward"),
-        [getattr(each, "__name__", None) for each in rewards],
-    )
+    judge = vars(args).get("dynamic_sampling_reward")
+    known = [getattr(function, "__name__", None) for function in rewards]
     if judge is not None and None not in known and judge not in known:
-        problem = f"dynamic_sampling_reward={judge!r} is not the name of a reward function"
-        raise ValueError(f"{problem}: use one of {', '.join(map(repr, known))}.")
+        raise ValueError(
+            f"dynamic_sampling_reward={judge!r} is not the name of a reward function: use one of "
+            f"{', '.join(map(repr, known))}."
+        )
+
+
+def check_columns(name: str, dataset: Any) -> None:
+    """Raise `ValueError` if a dataset has columns, but no prompts."""
+    columns = columns_of(dataset)
+    if columns and "prompt" not in columns:
+        raise ValueError(
+            f"{name} has no column 'prompt', only {', '.join(map(repr, columns))}: rename one with "
+            f"dataset.rename_column({columns[0]!r}, 'prompt'), or make one with dataset.map(...)."
+        )
 
 
 def check_plain_generation(arguments: Mapping[str, Any], setting: str) -> None:
-    """Raise `ValueError` unless every completion is one answer to a text prompt of a dataset read
-    by index.
+    """Raise `ValueError` unless every completion is one answer to a text prompt.
+
+    The dataset of the prompts must be read by index.
     """
     dataset = arguments.get("train_dataset")
     if not hasattr(dataset, "__len__"):
@@ -165,8 +179,9 @@ def check_plain_generation(arguments: Mapping[str, Any], setting: str) -> None:
 
 
 def columns_of(dataset: Any) -> list[str] | None:
-    """Return the columns of a dataset's rows, which a transform may make; `None` if only reading it
-    would tell.
+    """Return the columns of a dataset's rows, which a transform may make.
+
+    `None` if only reading it would tell.
     """
     if isinstance(dataset, Dataset) and len(dataset):
         return list(dataset[0])
@@ -178,43 +193,40 @@ def check_reward(function: Any, args: Any, arguments: Mapping[str, Any]) -> None
     if isinstance(function, nn.Module) or not callable(function):
         return
     columns = columns_of(arguments.get("train_dataset")) or []
-    kept = [name for name in columns if name in KEPT] if args.remove_unused_columns else columns
-    names = [*REWARD_KEYWORDS, *(name for name in kept if name not in NOT_PASSED)]
-    names += ["environments"] if arguments.get("environment_factory") is not None else []
-    # a wrapper may take other arguments, or add some
+    removed = []
+    if args.remove_unused_columns:
+        removed = [column for column in columns if column not in KEPT]
+    names = list(REWARD_KEYWORDS)
+    names += [column for column in columns if column not in (*removed, *NOT_PASSED)]
+    has_environments = arguments.get("environment_factory") is not None
+    if has_environments:
+        names.append("environments")
+    # A wrapper may take other arguments, or add some.
     signature = inspect.signature(function, follow_wrapped=False)
     # Streams, rollout functions and environments may pass more names, so unfilled parameters are
     # not errors.
-    is_complete = columns and "environments" not in names and arguments.get("rollout_func") is None
+    bind = signature.bind_partial
+    if columns and not has_environments and arguments.get("rollout_func") is None:
+        bind = signature.bind
     try:
-        (signature.bind if is_complete else signature.bind_partial)(**dict.fromkeys(names))
+        bind(**dict.fromkeys(names))
     except TypeError as error:
         name = getattr(function, "__name__", type(function).__name__)
-        problem = (
-            f"TRL cannot call the reward function {name!r} ({error}): it passes {', '.join(names)} "
-            "by name"
-        )
-        way = "Accept the ones you need, and **kwargs for the rest"
-        if len(kept) < len(columns):
-            removed = ", ".join(name for name in columns if name not in kept)
-            way = f"remove_unused_columns=True removes {removed}: set it to False. {way}"
-        raise TypeError(f"{problem}. {way}.") from None
+        way = "Accept the ones you need, and **kwargs for the rest."
+        if removed:
+            way = f"remove_unused_columns=True removes {', '.join(removed)}: set it to False. {way}"
+        raise TypeError(
+            f"TRL cannot call the reward function {name!r} ({error}): it passes "
+            f"{', '.join(names)} by name. {way}"
+        ) from None
 
 
-def check_adapter(model: Any, peft_config: Any) -> None:
-    """Raise `ValueError` for an adapter that cannot be merged into the weights for a sync, or is
-    passed as a model.
-    """
-    files = os.listdir(model) if isinstance(model, str) and Path(model).is_dir() else []
-    if ADAPTER_CONFIG_NAME in files and CONFIG_NAME not in files:
-        raise ValueError(
-            f"{model} holds an adapter, and no model: load its base, and pass "
-            f"PeftModel.from_pretrained(base, {model!r}, is_trainable=True) to go on training it."
-        )
-    configs = (
-        model.peft_config.values() if not isinstance(model, str) and is_peft_model(model) else ()
-    )
-    for config in filter(None, (*configs, peft_config)):
+def check_adapter(model: PreTrainedModel | str, peft_config: Any) -> None:
+    """Raise `ValueError` for an adapter that no sync can merge."""
+    configs = [] if peft_config is None else [peft_config]
+    if not isinstance(model, str) and is_peft_model(model):
+        configs += model.peft_config.values()
+    for config in configs:
         tokens = [name for name in ONLY_TOKENS if vars(config).get(name)]
         if config.peft_type.value not in MERGED.split() or tokens:
             method = f"{type(config).__name__} ({', '.join(tokens) or config.peft_type.value})"
@@ -225,33 +237,48 @@ def check_adapter(model: Any, peft_config: Any) -> None:
             )
 
 
-def check_full_precision(model: Any, quantization_config: Any, loading: Mapping[str, Any]) -> None:
-    """Raise `ValueError` if the model is, or would be loaded, quantized: a sync needs
-    full-precision weights.
+def check_full_precision(
+    model: PreTrainedModel | str, quantization_config: Any, loading: Mapping[str, Any]
+) -> None:
+    """Raise `ValueError` if the model is, or would be loaded, quantized.
+
+    A sync needs full-precision weights. Raises `FileNotFoundError` for a local directory without
+    a model.
     """
-    if isinstance(model, str) and is_local(model) and not Path(model).is_dir():
-        way = (
-            "give a directory with a config.json, or a name on the Hub such as "
-            "Qwen/Qwen2.5-0.5B-Instruct"
+    if isinstance(model, str) and is_local(model):
+        check_model_directory(
+            Path(model, loading.get("subfolder", "")),
+            f"load its base, and pass PeftModel.from_pretrained(base, {model!r}, "
+            "is_trainable=True) to go on training it",
         )
-        raise FileNotFoundError(f"The model {model} does not exist: {way}.{home_advice(model)}")
-    configs = [
-        each
-        for each in (quantization_config, *loading.values())
-        if isinstance(each, QuantizationConfigMixin)
-    ]
-    causes = [type(config).__name__ for config in configs if not vars(config).get("dequantize")]
-    if isinstance(model, str) and not configs:
-        with suppress(OSError):  # loading it says what is missing
-            stored = PretrainedConfig.get_config_dict(model, **loading)[0].get(
-                "quantization_config"
-            )
-            causes += [f"quantization_config in the config.json of {model}"] if stored else []
-    if not isinstance(model, str) and vars(model.config).get("quantization_config"):
-        causes.append(f"{type(model).__name__} in memory")
-    if causes:
+    cause = _quantized_by(model, quantization_config, loading)
+    if cause is not None:
         raise ValueError(
-            f"The policy is quantized for training ({causes[0]}), but each sync quantizes its "
+            f"The policy is quantized for training ({cause}), but each sync quantizes its "
             "full-precision weights: load it in 16 bits, without quantization_config. For a "
             "rounded base of an adapter, set round_base=True."
         )
+
+
+def _quantized_by(
+    model: PreTrainedModel | str, quantization_config: Any, loading: Mapping[str, Any]
+) -> str | None:
+    """Return what quantizes a policy; `None` if nothing does."""
+    configs = [
+        config
+        for config in (quantization_config, *loading.values())
+        if isinstance(config, QuantizationConfigMixin)
+    ]
+    for config in configs:
+        if not vars(config).get("dequantize"):
+            return type(config).__name__
+    if not isinstance(model, str):
+        is_quantized = vars(model.config).get("quantization_config")
+        return f"{type(model).__name__} in memory" if is_quantized else None
+    if configs:  # they say how to load what is stored
+        return None
+    with suppress(OSError):  # loading it says what is missing
+        stored = PretrainedConfig.get_config_dict(model, **loading)[0]
+        if stored.get("quantization_config"):
+            return f"quantization_config in the config.json of {model}"
+    return None

@@ -13,8 +13,7 @@ from transformers import TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.trainer.utils import get_config_model_id
 
-from trl_qurl.quantization.formats import SCHEMES
-from trl_qurl.quantization.plan import Formats, format_name, make_plan, read_formats
+from trl_qurl.quantization.plan import Formats, format_name, make_plan, require_formats
 from trl_qurl.quantization.storage import set_dtype
 from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.backend import QuantizedVLLMGeneration
@@ -156,10 +155,9 @@ class CheckpointsMixin(TRLTrainer):
                 written.
         """
         args = self.args
-        formats = read_formats(args.rollout_quantization if formats is None else formats, "formats")
         if formats is None:
-            names = ", ".join(map(repr, SCHEMES))
-            raise ValueError(f"save_quantized(formats=...) needs a format: one of {names}.")
+            formats = args.rollout_quantization
+        formats = require_formats(formats, "formats")
         if ignore is None:
             ignore = args.quantization_ignore
         ignore = [ignore] if isinstance(ignore, str) else list(ignore)

@@ -11,6 +11,7 @@ from typing import Any
 
 from accelerate.logging import get_logger
 from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
 
 from trl_qurl.rollout.prompts import check_tokens
 
@@ -35,9 +36,8 @@ def measure_prompts(trainer: Any) -> LongestPrompt:
     of prompts after which a completion is not the answer that the user has in mind.
     """
     longest = LongestPrompt()
-    if trainer._is_vlm or any(
-        vars(trainer).get(name) for name in ("environment_factories", "rollout_func")
-    ):
+    makes_prompts = vars(trainer).get("environment_factories") or vars(trainer).get("rollout_func")
+    if trainer._is_vlm or makes_prompts:
         return longest
     rows = trainer.model.config.get_text_config().vocab_size
     for name, dataset in datasets_of(trainer).items():
@@ -53,11 +53,10 @@ def measure_prompts(trainer: Any) -> LongestPrompt:
                 f"{len(indices)} prompts, the first of which is {name}[{indices[0]}], {doubt}"
             )
         if len(dataset) > MEASURED:
-            text = (
+            logger.warning(
                 f"Only the first {MEASURED:,} of {len(dataset):,} prompts of {name} were measured "
-                "before training"
+                "before training: a later one that is too long ends the run when it is drawn."
             )
-            logger.warning(f"{text}: a later one that is too long ends the run when it is drawn.")
     return longest
 
 
@@ -85,9 +84,12 @@ def tokenized(trainer: Any, dataset: Dataset) -> Iterator[tuple[int, Any, list[i
             yield start + offset, batch[offset], tokens
 
 
-def doubts_of(prompt: Any, tokens: list[int], tokenizer: Any) -> Iterator[str]:
+def doubts_of(
+    prompt: str | list[dict[str, Any]], tokens: list[int], tokenizer: PreTrainedTokenizerBase
+) -> Iterator[str]:
     """Yield what may be wrong with a prompt, as the end of a sentence with the way out."""
-    eos, bos = tokenizer.eos_token, tokenizer.bos_token
+    eos = tokenizer.eos_token
+    bos = tokenizer.bos_token
     if isinstance(prompt, str):
         is_added = eos is not None and not prompt.endswith(eos)
         if is_added and len(tokens) > 1 and tokens[-1] == tokenizer.eos_token_id:

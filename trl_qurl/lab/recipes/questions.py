@@ -153,7 +153,7 @@ class Recipe:
                 check_reward(function, training_args, {"train_dataset": questions})
         except TypeError as error:  # in a script it is a bug, but here a wrong column
             raise ValueError(str(error)) from error
-        check_prompts(questions["prompt"], script_args.dataset, training_args, model_args)
+        check_prompts(training_args, model_args)
         tasks, steps, limit = (
             script_args.eval_tasks,
             script_args.eval_tasks_steps,
@@ -326,16 +326,12 @@ def tell_other_format(log: Path, formats: Any) -> None:
         )
 
 
-def check_prompts(
-    prompts: Sequence[Any], source: str, training_args: Any, model_args: ModelConfig
-) -> None:
-    """Raise `ValueError` for a tokenizer without a chat template, which the recipes need, or too
-    small a context.
+def check_prompts(training_args: Any, model_args: ModelConfig) -> None:
+    """Raise `ValueError` for a tokenizer without a chat template, or a context without room.
+
+    The trainer measures the prompts themselves.
     """
     from transformers import AutoTokenizer, PretrainedConfig
-
-    from trl_qurl.lab.evaluation.tasks import encode_prompt
-    from trl_qurl.rollout.prompts import check_room
 
     name, revision = model_args.model_name_or_path, model_args.model_revision
     tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
@@ -354,10 +350,3 @@ def check_prompts(
             f"({setting})"
         )
         raise ValueError(f"{problem}: use {context // 2}, for example.")
-    template = training_args.chat_template_kwargs or {}
-    for row, prompt in enumerate(prompts, start=1):
-        # A token has at least one byte, and a template adds less than a thousand tokens.
-        is_short = len(str(prompt).encode()) + 1000 < context
-        if not is_short:
-            length = len(encode_prompt(tokenizer, prompt, **template))
-            check_room(length, context, 0, f"The prompt in row {row} of {source}", setting)
