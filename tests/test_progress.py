@@ -6,6 +6,7 @@ import math
 import re
 import threading
 from contextlib import redirect_stdout
+from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from types import SimpleNamespace
@@ -19,8 +20,10 @@ from transformers import (
     TrainerState,
 )
 from transformers.trainer_callback import CallbackHandler
+from trl.experimental.gmpo import GMPOConfig
 
 from trl_qurl import QuRLGRPOConfig
+from trl_qurl.config import QuantizedRolloutsConfig
 from trl_qurl.lab import live, progress
 from trl_qurl.lab.live import live_line, step_line
 from trl_qurl.lab.progress import StepLineCallback, use_step_lines
@@ -164,6 +167,21 @@ def test_a_run_first_prints_its_plan_and_later_its_pace(tmp_path, monkeypatch):
     assert ["left" in line for line in steps] == [False, False, False, True], (
         "the first step has a whole rollout"
     )
+
+
+@dataclass
+class QuantizedGMPOConfig(QuantizedRolloutsConfig, GMPOConfig):
+    """As in docs/architecture.md: it has no objective of ours."""
+
+
+def test_a_trainer_of_trl_on_our_rollouts_starts_without_a_plan(tmp_path, capsys):
+    args = QuantizedGMPOConfig(str(tmp_path), use_cpu=True)
+    state = TrainerState(max_steps=4, is_world_process_zero=True)
+    callback = StepLineCallback()
+    callback.on_train_begin(args, state, TrainerControl())
+    state.global_step = 1
+    callback.on_log(args, state, TrainerControl(), logs=dict(UPDATE))
+    assert capsys.readouterr().out.startswith("1/4  clip 12.5%")
 
 
 class Notebook(ProgressCallback):
