@@ -130,7 +130,7 @@ def complete_greedily(
     Training's other sampling options are left out, in `generation_kwargs` all but those that end a
     completion.
     """
-    own = vars(generation)
+    own = generation.__dict__
     given = own.get("generation_kwargs") or {}
     ends = {name: given[name] for name in ENDS if name in given}
     greedy = {
