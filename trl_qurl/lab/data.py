@@ -67,14 +67,7 @@ def load_questions(
         FileNotFoundError: If `name_or_path` looks like a local file that does not exist.
         ValueError: If the file cannot be read, or a question or an answer is missing or malformed.
     """
-    if limit is not None and limit < 1:
-        raise ValueError(
-            f"limit={limit} leaves no questions: give a positive number, or None for all questions."
-        )
-    table = _load_table(name_or_path, split, config, keep_columns)
-    rows: list[Any] = list(islice(table, limit))
-    if not rows:
-        raise ValueError(f"{name_or_path} contains no questions.")
+    rows = _load_rows(name_or_path, split, config, limit, keep_columns)
     columns = {"question_column": (question_column,) if question_column else QUESTION_COLUMNS}
     if needs_answers:
         columns["answer_column"] = (answer_column,) if answer_column else ANSWER_COLUMNS
@@ -92,22 +85,33 @@ def load_questions(
         solutions.append(solution)
     data: dict[str, list[Any]] = {}
     if keep_columns:
-        names = dict.fromkeys(chain(*rows))
-        data = {name: [row.get(name) for row in rows] for name in names}
+        for name in dict.fromkeys(chain(*rows)):
+            data[name] = [row.get(name) for row in rows]
     data["prompt"] = questions
     if not has_own_reward:
         data["solution"] = solutions
     return _as_dataset(data, name_or_path)
 
 
-def _load_table(name: str, split: str, config: str | None, converts: bool) -> Iterable[Any]:
-    """Return the rows of a local file or of a Hub data set."""
+def _load_rows(
+    name: str, split: str, config: str | None, limit: int | None, converts: bool
+) -> list[Any]:
+    """Return the first rows of a local file or of a Hub data set."""
+    if limit is not None and limit < 1:
+        raise ValueError(
+            f"limit={limit} leaves no questions: give a positive number, or None for all questions."
+        )
     if is_local(name) or _suffix(name) in SUFFIXES:
-        return _read(name, converts)
-    check_hub(name, "dataset")
-    from datasets import load_dataset
+        table: Iterable[Any] = _read(name, converts)
+    else:
+        check_hub(name, "dataset")
+        from datasets import load_dataset
 
-    return load_dataset(name, config, split=split)
+        table = load_dataset(name, config, split=split)
+    rows = list(islice(table, limit))
+    if not rows:
+        raise ValueError(f"{name} contains no questions.")
+    return rows
 
 
 def _as_dataset(columns: dict[str, list[Any]], source: str) -> Dataset:

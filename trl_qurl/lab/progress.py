@@ -99,11 +99,11 @@ def _plan(args: QuRLGRPOConfig | QuRLRLOOConfig, steps: int) -> str:
     questions = answers // args.num_generations
     updates = args.updates_per_rollout
     number = math.ceil(steps / updates)
-    rollouts = "rollout" if number <= 1 else "rollouts"
+    rollouts = f"{number} {name} {'rollout' if number == 1 else 'rollouts'}"
+    size = f"{answers} answers ({questions} questions x {args.num_generations})"
     plan = (
-        f"{steps} steps: {number} {name} {rollouts} of {answers} answers ({questions} questions x "
-        f"{args.num_generations}), up to {args.max_completion_length} tokens, {updates:g} updates "
-        f"each ({args.objective})"
+        f"{steps} steps: {rollouts} of {size}, up to {args.max_completion_length} tokens, "
+        f"{updates:g} updates each ({args.objective})"
     )
     if args.lr_scheduler_type != "constant":
         warmup = args.get_warmup_steps(steps)

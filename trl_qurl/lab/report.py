@@ -131,7 +131,11 @@ def _settings_to_show(runs: Sequence[Run]) -> list[str]:
     names = [
         name for name in runs[0].settings if name in recorded_by_all and not BOOKKEEPING.match(name)
     ]
-    shown = [name for name in names if len({str(run.settings[name]) for run in runs}) > 1]
+    shown = []
+    for name in names:
+        values = {str(run.settings[name]) for run in runs}
+        if len(values) > 1:
+            shown.append(name)
     if not shown:
         shown = [name for name in names if name in ("rollout_quantization", "objective")]
     first = [name for name in UNNAMED if name in shown]

@@ -187,6 +187,7 @@ def score(model: PreTrainedModel, answers: Iterable[Answer]) -> Iterator[Scored]
         with torch.inference_mode():
             output = model(input_ids=tokens, logits_to_keep=count + 1)
             logits = output.logits[0, :-1].float()  # (T, V)
-        logps = logits.log_softmax(-1).gather(-1, tokens[0, -count:, None]).squeeze(-1)
+        sampled = tokens[0, -count:, None]  # (T, 1)
+        logps = logits.log_softmax(-1).gather(-1, sampled).squeeze(-1)  # (T,)
         behavior_logps = torch.tensor(answer.logps, dtype=torch.float64)
         yield Scored(tuple(answer.prompt), logps.double().cpu() - behavior_logps)
