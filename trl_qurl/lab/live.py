@@ -72,45 +72,42 @@ class _Watch:
     def next_line(self) -> str | None:
         """Return a line, or nothing if the last one is too recent."""
         now = time.monotonic()
-        requests = self._unfinished_requests()
+        unfinished = self._unfinished()
         step = self._trainer.state.global_step
         if step != self._step:
             self._step = step
             self._started = now
-        if bool(requests) != bool(self._tokens):  # a rollout begins, or has ended
+        if bool(unfinished) != bool(self._tokens):  # a rollout begins, or has ended
             self._tokens = {}
             self._tokens_shown = 0
             self._shown = now
-        for request in requests:
-            self._tokens[request.request_id] = request.detokenizer.num_output_tokens()
+        self._tokens |= unfinished
         elapsed = now - self._shown
         if elapsed < self._every:
             return None
         self._shown = now
-        if requests:
-            return self._rollout_line(requests, elapsed)
+        if unfinished:
+            return self._rollout_line(unfinished, elapsed)
         return self._update_line(now)
 
-    def _unfinished_requests(self) -> list[Any]:
-        """Return the engine's requests that belong to a rollout, and not to a sync's probe."""
+    def _unfinished(self) -> dict[str, int]:
+        """Return the tokens of the answers that the engine has not finished, by request."""
         llm = getattr(self._trainer.vllm_generation, "llm", None)  # a server has none
         if llm is None:
-            return []
-        limit = self._trainer.args.max_completion_length
-        requests = list(llm.llm_engine.output_processor.request_states.values())
-        return [request for request in requests if request.max_tokens_param == limit]
+            return {}
+        states = dict(llm.llm_engine.output_processor.request_states)
+        return {name: state.detokenizer.num_output_tokens() for name, state in states.items()}
 
-    def _rollout_line(self, requests: list[Any], elapsed: float) -> str:
+    def _rollout_line(self, unfinished: dict[str, int], elapsed: float) -> str:
         total = sum(self._tokens.values())
         rate = (total - self._tokens_shown) / elapsed
         self._tokens_shown = total
-        done = len(self._tokens) - len(requests)
-        line = (
-            f"generating: {done} of {len(self._tokens)} answers, {total:,} tokens, {rate:.0f} tok/s"
-        )
-        limit = self._trainer.args.max_completion_length
-        allowed = sum(limit - self._tokens[request.request_id] for request in requests)
+        answers = len(self._tokens)
+        done = answers - len(unfinished)
+        line = f"generating: {done} of {answers} answers, {total:,} tokens, {rate:.0f} tok/s"
         if rate:
+            limit = self._trainer.args.max_completion_length
+            allowed = sum(limit - count for count in unfinished.values())
             line += f", at most {clock(allowed / rate)} left"
         return line
 

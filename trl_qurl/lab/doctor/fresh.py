@@ -5,19 +5,19 @@ This is tried with CUDA graphs, and after sleep.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from trl_qurl.lab.doctor.report import Line, Status
 from trl_qurl.lab.doctor.trial import build_trainer, train
-from trl_qurl.rollout.wire import Continuation
 
 if TYPE_CHECKING:
-    from trl_qurl import QuRLGRPOTrainer
+    from vllm import LLM
 
 PROMPTS = [[token] * 8 for token in range(1, 9)]
 STEPS = 8
+LIKELIEST = 20  # tokens to compare per step: vLLM's default `max_logprobs`
 LIMIT = 0.05  # nats. Rounding explains a hundredth; a graph that reads old memory, whole nats
 
 
@@ -27,12 +27,16 @@ def check(form: str, name: str) -> list[Line]:
     For the trial `"sleep"`, the engine sleeps between rollouts.
     """
     # Without smoothing, both engines hold what follows from the weights alone.
-    trainer = build_trainer(form, smooth_activations=False, vllm_enable_sleep_mode=name == "sleep")
+    sleeps = name == "sleep"
+    trainer = build_trainer(form, smooth_activations=False, vllm_enable_sleep_mode=sleeps)
     train(trainer)
     trainer.vllm_generation.sync_weights()
-    new = build_trainer(form, trainer.model, smooth_activations=False)
-    distance = largest_difference(_continue(trainer), _continue(new))
-    engine_config = trainer.vllm_generation.llm.llm_engine.vllm_config
+    reloaded = trainer.vllm_generation.llm
+    if sleeps:
+        reloaded.wake_up(tags=["kv_cache"])  # as TRL does before it generates
+    new = build_trainer(form, trainer.model, smooth_activations=False).vllm_generation.llm
+    distance = largest_difference(continue_greedily(reloaded), continue_greedily(new))
+    engine_config = reloaded.llm_engine.vllm_config
     mode = engine_config.compilation_config.cudagraph_mode.name
     text = (
         f"a reloaded and a new engine differ by {distance:.1e} nats in a log-probability (CUDA "
@@ -44,9 +48,27 @@ def check(form: str, name: str) -> list[Line]:
     return [Line(name, text, status, data={"distance": distance, "cuda_graphs": mode})]
 
 
-def _continue(trainer: QuRLGRPOTrainer) -> list[Continuation]:
-    engine: Any = trainer.vllm_generation.sync.route.engine
-    return engine.continue_greedily(PROMPTS, STEPS)
+class Continuation(NamedTuple):
+    """A greedy continuation of a prompt."""
+
+    tokens: list[int]
+    logps: list[dict[int, float]]  # of the likeliest tokens, in nats, for each token
+
+
+def continue_greedily(llm: LLM) -> list[Continuation]:
+    """Continue each of `PROMPTS` with its likeliest tokens, past end tokens."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(max_tokens=STEPS, temperature=0.0, logprobs=LIKELIEST, ignore_eos=True)
+    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    continuations = []
+    for output in llm.generate(prompts, params, use_tqdm=False):
+        [completion] = output.outputs
+        logps = []
+        for likeliest in completion.logprobs:
+            logps.append({token: entry.logprob for token, entry in likeliest.items()})
+        continuations.append(Continuation(list(completion.token_ids), logps))
+    return continuations
 
 
 def largest_difference(first: list[Continuation], second: list[Continuation]) -> float:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trl_qurl.lab.doctor.report import Line, Status
+from trl_qurl.lab.doctor.report import Line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -35,7 +35,7 @@ def check(form: str, name: str) -> list[Line]:
 def train(trainer: QuRLGRPOTrainer) -> list[dict[str, float]]:
     """Train, and return the rows of the log.
 
-    The trainer verifies each sync with digests and the probe, and raises.
+    The trainer verifies each sync with digests and the tokens of the next rollout, and raises.
     """
     trainer.train()
     rows = [row for row in trainer.state.log_history if "time/sync_s" in row]
@@ -48,32 +48,16 @@ def train(trainer: QuRLGRPOTrainer) -> list[dict[str, float]]:
 def describe(
     name: str, start_seconds: float, kernels: list[str], rows: list[dict[str, float]]
 ) -> Line:
-    """Report the engine, and the worst mismatch and probe of all steps."""
+    """Report the engine, and the worst mismatch of all steps."""
     kls = [row["mismatch/kl_k3"] for row in rows]
-    ratios = [row["sync/probe_ratio"] for row in rows]
-    data = {
-        "kl": kls,
-        "probe_distances": [row["sync/probe_distance"] for row in rows],
-        "probe_ratios": ratios,
-        "kernels": kernels,
-    }
     start = f"engine started in {start_seconds:.0f} s"
     if kernels:
         start += f" with {kernels[0]}"
     text = (
         f"{start}; {len(rows)} steps with matching digests, KL of actor and policy up to "
-        f"{max(kls):.1e} nats, probe ratio up to {max(ratios):.2f} (1 is what rounding explains)"
+        f"{max(kls):.1e} nats"
     )
-    status = Status.OK
-    advice = ""
-    if max(ratios) > 1:
-        status = Status.NOTE
-        advice = (
-            "The kernels of this machine may round differently: sync/probe_ratio should stay "
-            "constant during a run. Please report it with the output of `trl-qurl doctor --json`, "
-            "so the tolerance can be adjusted."
-        )
-    return Line(name, text, status, advice, data)
+    return Line(name, text, data={"kl": kls, "kernels": kernels})
 
 
 def even_tokens(completion_ids: list[list[int]], **kwargs: object) -> list[float]:

@@ -146,5 +146,5 @@ def complete_greedily(
     finally:
         own.update(previous)
         # Otherwise the next rollout's row would include these seconds and tokens.
-        generation.pop_cost()
+        generation.cost.take()
     return [list(completion) for completion in completions]

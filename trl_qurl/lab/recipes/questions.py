@@ -177,10 +177,10 @@ class Recipe:
         if checkpoint:
             logger.info("Resuming from %s.", checkpoint)
         self._learn(trainer, checkpoint)
-        self._save(trainer, script_args, model_args)
+        self._save_policy(trainer, script_args, model_args)
         return trainer
 
-    def _save(self, trainer: Any, script_args: Any, model_args: ModelConfig) -> None:
+    def _save_policy(self, trainer: Any, script_args: Any, model_args: ModelConfig) -> None:
         """Save the policy, and say where, and what to run next."""
         output_dir = trainer.args.output_dir
         logger.info("Saving to %s.", output_dir)
