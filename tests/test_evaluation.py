@@ -338,6 +338,17 @@ def test_heads_without_a_kernel_are_refused(tmp_path):
         start_engine(Job("BF16", str(tmp_path), [task], {"max_tokens": 8}, 0, {}))
 
 
+def test_an_engine_on_a_gpu_compiles_by_default(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    started = []
+    monkeypatch.setattr("vllm.LLM", lambda **arguments: started.append(arguments))
+    save_tiny(tmp_path)
+    task = load_task(write_questions(tmp_path / "q.jsonl", 1))
+    start_engine(Job("BF16", str(tmp_path), [task], {"max_tokens": 8}, 0, {}))
+    assert not started[0].keys() & {"enforce_eager", "enable_chunked_prefill"}
+    assert capsys.readouterr().out == "Starting vLLM with BF16, compiling: about a minute, once\n"
+
+
 def test_evaluation_says_how_answers_are_compared(tmp_path, monkeypatch, capsys):
     (tmp_path / "q.jsonl").write_text(
         '{"question": "q", "answer": "Paris"}\n{"question": "q", "answer": "4"}\n'

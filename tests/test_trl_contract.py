@@ -258,7 +258,7 @@ ASSIGNED = [
     ("vllm.v1.engine.llm_engine", "LLMEngine.__init__", "output_processor", "lab/live.py"),
     (
         *("vllm.v1.engine.output_processor", "RequestState.__init__"),
-        "request_id max_tokens_param detokenizer",
+        "detokenizer",
         "lab/live.py",
     ),
 ]
