@@ -85,10 +85,9 @@ class QuantizedRolloutsConfig:
 
     > Checks
 
-        sync_check_interval: Syncs between probes of the engine; 0 for none, and no digests, which
-            otherwise compare all tensors on both sides at every sync. The probe compares the
-            engine's log-probabilities of fixed prompts with the trainer's own quantized forward
-            pass, where it has one; always at the first sync, and over NCCL.
+        sync_check_interval: Syncs after which the next rollout has to prove that the engine computes
+            the policy's function: the first, then every so many, and over NCCL all. 0 is for none,
+            and no digests, which otherwise compare all tensors on both sides at every sync.
 
     > Guard
 
