@@ -7,7 +7,7 @@ says, and multiply in the trainer's own dtype. Experts stay exact.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,6 +19,9 @@ from trl_qurl.quantization.plan import QuantizationPlan, format_name
 from trl_qurl.quantization.scheme import QuantizationScheme
 from trl_qurl.quantization.smoothing import Smoothing
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 @dataclass(frozen=True)
 class QuantizedLinear:
@@ -26,11 +29,11 @@ class QuantizedLinear:
 
     layer: Any  # the exact one
     scheme: QuantizationScheme
-    # of smoothing: divides inputs and multiplies columns, (in,)
+    # Smoothing's, which divides inputs and multiplies columns, (in,).
     input_scale: torch.Tensor | None = None
-    # to which weights are rounded first (`WeightStream.grid`), unless merged
+    # The type that weights are rounded to first (`WeightStream.grid`), unless merged.
     grid: torch.dtype | None = None
-    # of those rounded weights: a sync's, where FSDP computes with 16-bit copies
+    # The type of those rounded weights: a sync's, where FSDP computes with 16-bit copies.
     dtype: torch.dtype | None = None
     adapted: Any = None  # PEFT's layer around it, if the engine got that merged
     is_rounded: bool = False  # whether the layer has the engine's values (`round_base`)
@@ -105,7 +108,7 @@ def quantized_forward(
             del module.forward
 
 
-def round_base(model: Any, plan: QuantizationPlan, dtype: torch.dtype) -> None:
+def round_base(model: "PreTrainedModel", plan: QuantizationPlan, dtype: torch.dtype) -> None:
     """Replace weights, in place, with the values of their codes in an engine of this dtype.
 
     The frozen base below an adapter then computes with the engine's weights. The model's config
@@ -121,7 +124,7 @@ def round_base(model: Any, plan: QuantizationPlan, dtype: torch.dtype) -> None:
     model.config.rounded_base = format_name(plan.formats)
 
 
-def check_unrounded(model: Any) -> None:
+def check_unrounded(model: "PreTrainedModel") -> None:
     """Raise `ValueError` for a model with weights that `round_base` has replaced."""
     rounded = getattr(model.config, "rounded_base", None)
     if rounded is not None:
