@@ -55,9 +55,9 @@ def build(
 
     def answer(batch: int = 0, tokens: int = 0) -> Any:
         if not batch:
-            generation.pop_cost()
+            generation.cost.take()
             generation.sync_weights()
-            cost = generation.pop_cost()
+            cost = generation.cost.take()
             return {"sync_s": cost.sync_s, "quantize_s": cost.quantize_s, "bytes": cost.sent_bytes}
         from vllm import SamplingParams
 

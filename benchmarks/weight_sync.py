@@ -113,9 +113,9 @@ def measure(
         generation = trainer.vllm_generation
         syncs = []
         for _ in range(repeats + 1):
-            generation.pop_cost()
+            generation.cost.take()
             generation.sync_weights()
-            cost = generation.pop_cost()
+            cost = generation.cost.take()
             syncs.append((cost.sync_s, cost.quantize_s, cost.check_s))
             sent_bytes = cost.sent_bytes
         result: dict[str, Any] = {

@@ -34,7 +34,9 @@ def delay(trainer: Any, order: list[list[list[int]]], lost: tuple[int, ...] = ()
             output = generate(prompts, images, num_generations)
         if rollout + 1 < len(order):
             ready.append(generate(order[rollout + 1], images, num_generations))
-        generation.current.behavior_logps = output[2]
+        generation.samples = generation.samples._replace(
+            completions=output[1], behavior_logps=output[2]
+        )
         return output
 
     generation.generate = delayed

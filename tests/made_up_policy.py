@@ -7,7 +7,12 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from trl_qurl.trainers.dynamic_sampling import Batch, DynamicSampler, PromptStream, weighted_sum
+from trl_qurl.trainers.dynamic_sampling import (
+    DynamicSampler,
+    FilledBatch,
+    PromptStream,
+    weighted_sum,
+)
 
 ROWS = [{"prompt": f"question {number}", "number": number} for number in range(60)]
 
@@ -85,5 +90,5 @@ class MadeUpPolicy:
         local = torch.tensor([first, [row["number"] for row in rows]]).T
         return self.accelerator.gather(local)
 
-    def fill(self, rows: list[dict[str, Any]]) -> Batch:
+    def fill(self, rows: list[dict[str, Any]]) -> FilledBatch:
         return self.sampler.fill(rows, self)

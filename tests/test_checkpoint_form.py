@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from accelerate import Accelerator, PartialState
+from accelerate import PartialState
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from tiny import (
@@ -24,7 +24,6 @@ from tiny_vision import VISION_FAMILIES, tiny_vision_model, vision_processor
 from torch import nn
 from transformers import LlamaForCausalLM
 from transformers.core_model_loading import Chunk, WeightConverter, WeightRenaming
-from trl.distributed import DistributedBackend
 
 from trl_qurl import cli
 from trl_qurl.lab.comparison import fitting_formats
@@ -35,10 +34,7 @@ from trl_qurl.quantization.layers import ignored_modules, model_layers
 from trl_qurl.quantization.merging import model_parameters
 from trl_qurl.rollout.adapter import adapter_obstacle, check_rounding
 from trl_qurl.rollout.engine.hardware import check_cpu_build
-from trl_qurl.rollout.errors import ServerError
 from trl_qurl.rollout.preparation import plan_rollouts
-from trl_qurl.rollout.routes import StreamRoute
-from trl_qurl.rollout.sync import WeightSync
 
 
 def saved(model, directory):
@@ -199,31 +195,6 @@ def test_layers_that_no_pattern_matches_are_named(caplog):
     ]
     left = len(model_layers(tiny_model())) - len(plan.schemes)
     assert f"{left} layers stay in 16 bits: model.layers.0.self_attn.q_proj, " in message
-
-
-def test_the_probe_is_skipped_for_quantized_experts():
-    class Engine:
-        def describe(self):
-            raise ServerError("probed")
-
-    def check(ignore):
-        model, scheme = tiny_mixture("mixtral"), get_scheme("int8")
-        weights, processes = (
-            stream_of(model, scheme, ignore),
-            DistributedBackend(Accelerator(cpu=True)),
-        )
-        sync = WeightSync(
-            StreamRoute(model, weights, is_served=False),
-            rollout_settings(scheme),
-            processes,
-            lambda: 0,
-        )
-        sync.route.attach(Engine(), None)
-        return sync._check_probe()
-
-    assert check(["lm_head"]) == {}
-    with pytest.raises(ServerError, match="probed"):
-        check(SIXTEEN_BIT_EXPERTS)
 
 
 # Vision-language models

@@ -3,6 +3,7 @@ secret.
 """
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -16,9 +17,9 @@ from documents import ROOT
 from trl_qurl import cli
 from trl_qurl.lab.demo.task import build_tokenizer
 from trl_qurl.lab.doctor import child, command, device, environment, fresh, trial
+from trl_qurl.lab.doctor.fresh import Continuation
 from trl_qurl.lab.doctor.report import Evidence, Line, Status, as_text
 from trl_qurl.quantization.formats import SCHEMES
-from trl_qurl.rollout.wire import Continuation
 
 PRIVATE = {
     "HF_TOKEN": "hf_secret",
@@ -76,9 +77,8 @@ def test_training_and_the_loss_of_a_server_are_tried(tmp_path):
     assert (
         "killed during a request; the run sent the next one its weights" in found["server"]["text"]
     )
-    assert len(trained["kl"]) == 2 and all(0 <= kl < 1e-3 for kl in trained["kl"])
-    assert len(set(trained["probe_distances"])) == 2, "the weights did not change"
-    assert all(0 < ratio < 1 for ratio in trained["probe_ratios"])
+    assert len(set(trained["kl"])) == 2, "the weights did not change"
+    assert all(0 < kl < 1e-3 for kl in trained["kl"])
     assert (
         "secret" not in done.stdout
         and "somebody" not in done.stdout
@@ -238,14 +238,16 @@ def test_a_reloaded_engine_answers_as_a_new_one(warm_python, monkeypatch):
     assert line.data["distance"] < 1e-3
 
 
-@pytest.mark.parametrize(("stale", "is_right"), [(0.0, True), (0.04, True), (0.06, False)])
+@pytest.mark.parametrize(
+    ("stale", "is_right"), [(0.0, True), (0.04, True), (0.06, False), (math.nan, False)]
+)
 def test_an_engine_with_other_weights_is_told_from_a_new_one(stale, is_right):
     # The tokens differ at the second step, so the third is not compared.
-    new = [Continuation([1], [2, 3, 4], [{2: -0.1, 3: -2.0}, {3: -1.0, 5: -1.0}, {4: -0.5}])]
+    new = [Continuation([2, 3, 4], [{2: -0.1, 3: -2.0}, {3: -1.0, 5: -1.0}, {4: -0.5}])]
     reloaded = [
-        Continuation([1], [2, 5, 4], [{2: -0.1 - stale, 3: -2.0}, {3: -1.0, 5: -1.0}, {4: -9.5}])
+        Continuation([2, 5, 4], [{2: -0.1 - stale, 3: -2.0}, {3: -1.0, 5: -1.0}, {4: -9.5}])
     ]
-    assert fresh.largest_difference(reloaded, new) == pytest.approx(stale)
+    assert fresh.largest_difference(reloaded, new) == pytest.approx(stale, nan_ok=True)
     assert (fresh.largest_difference(reloaded, new) <= fresh.LIMIT) == is_right
 
 

@@ -24,7 +24,7 @@ from trl_qurl.lab.evaluation.results import Answer, build_table, summarize
 from trl_qurl.lab.evaluation.scores import Z95, average_at_k, paired_difference
 from trl_qurl.lab.evaluation.tasks import SOURCES, load_task, load_tasks, needed_context
 from trl_qurl.lab.evaluation.worker import Job, answer_task, start_engine
-from trl_qurl.rollout.engine import hardware
+from trl_qurl.rollout.repairs import cpu_memory
 
 answer_sheets = st.integers(1, 5).flatmap(
     lambda k: st.lists(st.lists(st.booleans(), min_size=k, max_size=k), min_size=1, max_size=8)
@@ -338,6 +338,17 @@ def test_heads_without_a_kernel_are_refused(tmp_path):
         start_engine(Job("BF16", str(tmp_path), [task], {"max_tokens": 8}, 0, {}))
 
 
+def test_an_engine_on_a_gpu_compiles_by_default(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    started = []
+    monkeypatch.setattr("vllm.LLM", lambda **arguments: started.append(arguments))
+    save_tiny(tmp_path)
+    task = load_task(write_questions(tmp_path / "q.jsonl", 1))
+    start_engine(Job("BF16", str(tmp_path), [task], {"max_tokens": 8}, 0, {}))
+    assert not started[0].keys() & {"enforce_eager", "enable_chunked_prefill"}
+    assert capsys.readouterr().out == "Starting vLLM with BF16, compiling: about a minute, once\n"
+
+
 def test_evaluation_says_how_answers_are_compared(tmp_path, monkeypatch, capsys):
     (tmp_path / "q.jsonl").write_text(
         '{"question": "q", "answer": "Paris"}\n{"question": "q", "answer": "4"}\n'
@@ -397,7 +408,7 @@ def test_a_callback_with_bad_settings_is_refused(settings, message, tmp_path):
 def test_an_engine_on_a_cpu_takes_memory_that_is_free(tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr(hardware, "free_memory", lambda: 12 * 10**9)
+    monkeypatch.setattr(cpu_memory, "free_memory", lambda: 12 * 10**9)
     started = []
     monkeypatch.setattr("vllm.LLM", lambda **arguments: started.append(arguments))
     save_tiny(tmp_path)
@@ -405,7 +416,7 @@ def test_an_engine_on_a_cpu_takes_memory_that_is_free(tmp_path, monkeypatch, cap
     for own in ({}, {"gpu_memory_utilization": 0.4}, ENGINE | {"enforce_eager": False}):
         start_engine(Job("BF16", str(tmp_path), [task], {"max_tokens": 8}, 0, {}, own))
     default, share, chosen = (arguments.get("kv_cache_memory_bytes") for arguments in started)
-    assert default == hardware.MIN_CACHE, "a short answer of a tiny model needs no more"
+    assert default == cpu_memory.MIN_CACHE, "a short answer of a tiny model needs no more"
     first, _, third = capsys.readouterr().out.splitlines()
     assert (first, third) == (
         "Starting vLLM with BF16",

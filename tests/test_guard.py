@@ -15,6 +15,7 @@ from transformers import TrainerControl, TrainerState
 from benchmarks import guard as guard_benchmark
 from benchmarks.objectives.one_run import write_short_log
 from trl_qurl import QuRLGRPOConfig, QuRLRLOOConfig
+from trl_qurl.rollout.errors import SyncError
 from trl_qurl.rollout.mismatch import MismatchTally
 from trl_qurl.trainers import guard as module
 from trl_qurl.trainers.guard import (
@@ -22,6 +23,7 @@ from trl_qurl.trainers.guard import (
     ESS,
     KL,
     KL_ERROR,
+    LOG_RATIO_KL,
     RATIO,
     TAIL,
     TOKENS,
@@ -29,7 +31,16 @@ from trl_qurl.trainers.guard import (
     MismatchGuard,
 )
 
-QUIET = {KL: 0.001, KL_ERROR: 0.0, TAIL: 0.0, ESS: 1.0, RATIO: 1.0, CONTRADICTED: 0.0, TOKENS: 1e4}
+QUIET = {
+    KL: 0.001,
+    KL_ERROR: 0.0,
+    LOG_RATIO_KL: 0.001,
+    TAIL: 0.0,
+    ESS: 1.0,
+    RATIO: 1.0,
+    CONTRADICTED: 0.0,
+    TOKENS: 1e4,
+}
 
 
 def new_guard(kl: float = 0.1, cap: float | None = 2.0, **settings) -> MismatchGuard:
@@ -40,7 +51,7 @@ def new_guard(kl: float = 0.1, cap: float | None = 2.0, **settings) -> MismatchG
 
 def test_a_guard_that_is_off_neither_warns_nor_logs(caplog):
     guard = new_guard(mismatch_guard="off")
-    assert guard.observe(QUIET | {KL: 1.0}) == {} and not guard.alarm
+    assert guard.observe(QUIET | {KL: 1.0}) == {}
     assert not [record for record in caplog.records if record.name.startswith("trl_qurl")]
 
 
@@ -62,8 +73,8 @@ def observed(guard: MismatchGuard, *rollouts: dict[str, float]) -> list[list[str
     [
         ({KL: 0.0999}, []),
         ({KL: 0.1}, [KL]),
-        ({KL: 0.14, KL_ERROR: 0.0101}, []),  # 0.14 - 4 * 0.0101 < 0.1
-        ({KL: 0.14, KL_ERROR: 0.0099}, [KL]),
+        ({KL: 0.12, KL_ERROR: 0.0101}, []),  # 0.12 - 2 * 0.0101 < 0.1
+        ({KL: 0.12, KL_ERROR: 0.0099}, [KL]),
         # A mean of 0.9 from tokens that differ by nothing: ESS is 1, and the error (1 - 0.9) /
         # sqrt(tokens).
         ({RATIO: 0.9, TOKENS: 65}, [RATIO]),  # 0.1 - 4 * 0.1 / sqrt(65) > 0.05
@@ -74,9 +85,9 @@ def observed(guard: MismatchGuard, *rollouts: dict[str, float]) -> list[list[str
         # sqrt(tokens).
         ({RATIO: 0.9, ESS: 0.9, TOKENS: 630}, []),
         ({RATIO: 0.9, ESS: 0.9, TOKENS: 650}, [RATIO]),
-        # 20 tokens, less 4 * sqrt(20), are 2.1: 0.0021
-        ({CONTRADICTED: 0.02, TOKENS: 1000}, [CONTRADICTED]),
-        ({CONTRADICTED: 0.02, TOKENS: 950}, []),
+        # 5 tokens, less 2 * sqrt(5), are 0.528: 0.0021
+        ({CONTRADICTED: 0.02, TOKENS: 250}, [CONTRADICTED]),
+        ({CONTRADICTED: 0.02, TOKENS: 240}, []),
     ],
 )
 def test_the_first_rollout_is_judged(rollout, finding):
@@ -242,6 +253,92 @@ def test_a_rollout_without_tokens_changes_nothing():
     assert guard.judge({}) == guard.judge({"mismatch/invalid_share": 0.0}) == [] and not guard.alarm
     assert observed(guard, {TAIL: 1.0}) == [[TAIL]]
     assert guard.judge({}) == [] and guard.alarm
+
+
+# Contradictions
+# --------------------------------------------------------------------------------------------------
+
+
+def proven(guard: MismatchGuard, *rollouts: dict[str, float], **settings) -> list[bool]:
+    """By rollout, whether it shows that the engine computes the policy's function."""
+    results = []
+    for rollout in rollouts:
+        row = QUIET | {LOG_RATIO_KL: rollout.get(KL, 0.001)} | rollout
+        results.append(guard.prove(row, **{"training": True, "asks_again": False} | settings))
+        guard.observe(row)
+    return results
+
+
+@pytest.mark.parametrize(
+    ("before", "fault", "limit"),
+    [
+        # before there is a history, five times `mismatch_guard_kl`
+        ([], {KL: 0.52, KL_ERROR: 0.0099}, "at most 0.5 would do"),
+        # five times the largest so far, and at least 0.005
+        ([{KL: 0.02}, {KL: 0.01}], {KL: 0.12, KL_ERROR: 0.0099}, "at most 0.1 would do"),
+        ([{KL: 0.0001}], {KL: 0.0251}, "at most 0.025 would do"),
+        # a format that rounds much, or a policy that moved away step by step, is measured by itself
+        ([{KL: 0.08}, {KL: 0.3}], {KL: 1.51}, "at most 1.5 would do"),
+        ([], {CONTRADICTED: 0.02, TOKENS: 1000}, "2.0% of the tokens unlikely"),
+    ],
+)
+def test_what_neither_rounding_nor_an_update_explains_is_an_error(before, fault, limit):
+    guard = new_guard()
+    proven(guard, *before)
+    with pytest.raises(SyncError, match=limit):
+        proven(guard, fault)
+
+
+@pytest.mark.parametrize(
+    ("before", "rollout"),
+    [
+        ([], {KL: 0.49}),
+        ([], {KL: 0.52, KL_ERROR: 0.0101}),
+        ([{KL: 0.02}], {KL: 0.12, KL_ERROR: 0.0101}),
+        ([{KL: 0.02}], {KL: 0.06, CONTRADICTED: 0.02, TOKENS: 900}),
+        # top_k=5: all ratios are about 0.5, which k3 takes for a large KL
+        ([], {KL: 0.6, LOG_RATIO_KL: 0.7, RATIO: 0.5, ESS: 0.99}),
+        ([{KL: 0.02}], {KL: math.nan, KL_ERROR: math.nan}),
+    ],
+)
+def test_what_may_be_noise_is_none(before, rollout):
+    assert proven(new_guard(), *before, rollout)[-1] is True
+
+
+def test_a_fault_does_not_become_what_is_usual():
+    guard = new_guard()
+    proven(guard, {KL: 0.02})
+    guard.observe(QUIET | {KL: 0.5, LOG_RATIO_KL: 0.5})  # where no proof was due
+    with pytest.raises(SyncError):
+        proven(guard, {KL: 0.5})
+
+
+def test_a_gpu_is_asked_again():
+    guard = new_guard()
+    fault = {KL: 0.7}
+    assert proven(guard, fault, {}, fault, asks_again=True) == [False, True, False]
+    with pytest.raises(SyncError):
+        proven(guard, fault, asks_again=True)
+
+
+def test_an_evaluation_may_be_farther_away():
+    guard = new_guard()
+    proven(guard, {KL: 0.02})
+    assert proven(guard, {KL: 0.19}, training=False) == [True]
+    with pytest.raises(SyncError):
+        proven(guard, {KL: 0.5}, training=False)
+
+
+def test_without_tokens_nothing_is_shown():
+    assert not new_guard().prove({}, training=True, asks_again=False)
+    assert not new_guard().prove({"mismatch/invalid_share": 0.0}, training=True, asks_again=False)
+
+
+def test_a_rollout_ahead_is_compared_with_others_of_its_age():
+    guard = new_guard(rollouts_ahead=1, vllm_mode="server")
+    assert proven(guard, {KL: 0.0001}, {KL: 0.03}, {KL: 0.09}) == [True, True, True]
+    with pytest.raises(SyncError, match="at most 0.45"):
+        proven(guard, {KL: 0.5})
 
 
 # Settings

@@ -62,6 +62,13 @@ class Model(nn.Module):
             parameters[name].weight_loader(parameters[name], tensor)
 
 
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = Positioned()
+        self.second = Positioned()
+
+
 def reload(layer, *names):
     """A model with this layer, after our worker has reloaded it with these tensors of ones through
     vLLM.
@@ -88,10 +95,8 @@ def reload(layer, *names):
             model.load_weights(weights_iterator)
             finalize_layerwise_reload(model, SimpleNamespace(dtype=torch.float32))
 
-    shapes = {"layer.weight": (5, 4), "layer.A": (4,), "layer.D": (4,)}
-    Worker().load_rollout_weights(
-        {"version": "v"}, weights_iterator=[(name, torch.ones(shapes[name])) for name in names]
-    )
+    weights = [(name, torch.ones((5, 4) if name == "layer.weight" else 4)) for name in names]
+    Worker().load_rollout_weights({"version": "v"}, weights_iterator=weights)
     return model
 
 
@@ -131,3 +136,13 @@ def test_a_buffer_beside_parameters_survives_a_reload(defined_memory):
     assert model.layer.positions.tolist() == [0.0, 1.0, 2.0, 3.0]
     with pytest.raises(RuntimeError, match="is undefined after a reload: Positioned"):
         reload(Positioned(), "layer.A")
+
+
+@pytest.mark.parametrize("last", ["first", "second"])
+def test_a_complete_layer_does_not_hide_one_of_its_class(last, defined_memory):
+    names = ["layer.first.A", "layer.second.A", "layer.second.D"]
+    names.sort(key=lambda name: last in name)
+    with pytest.raises(RuntimeError, match="is undefined after a reload: Positioned"):
+        reload(Pair(), *names)
+    model = reload(Pair(), "layer.first.D", *names)
+    assert model.layer.first.positions.tolist() == [0.0, 1.0, 2.0, 3.0]

@@ -18,7 +18,8 @@ from tiny_vision import tiny_vision_model
 from trl_qurl import cli
 from trl_qurl.quantization.checkpoint import CheckpointWriter
 from trl_qurl.quantization.storage import CACHE_VARIABLE
-from trl_qurl.rollout.engine import guard, hardware, http, launch
+from trl_qurl.rollout.engine import guard, http, launch
+from trl_qurl.rollout.repairs import cpu_memory, dead_engine
 from trl_qurl.rollout.wire import WORKER_EXTENSION
 
 
@@ -146,7 +147,7 @@ def cpu(monkeypatch, tmp_path):
     """A machine without a GPU, with 12 GB of free memory, and a checkpoint of 1 GB."""
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr(hardware, "free_memory", lambda: 12 * 10**9)
+    monkeypatch.setattr(cpu_memory, "free_memory", lambda: 12 * 10**9)
     tiny_model().config.save_pretrained(tmp_path)
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.truncate(10**9)
@@ -162,7 +163,7 @@ def test_a_cpu_takes_memory_that_is_free(cpu, monkeypatch):
         # 400 times 8 blocks
         ("--max-model-len 1000 --max-num-seqs 400 --dtype=float32", 2 * 128 * 3201 * each),
         ("--max-num-seqs=10000000", half),
-        ("--max-model-len 8k", hardware.MIN_CACHE),  # what the model allows
+        ("--max-model-len 8k", cpu_memory.MIN_CACHE),  # what the model allows
     ):
         command = launch.server_command(str(cpu), "127.0.0.1", 8000, given.split())
         assert command[command.index("--kv-cache-memory-bytes") + 1] == str(needed), given
@@ -187,30 +188,32 @@ def cache_of_a_token():
 def test_the_cache_of_a_model_with_its_own_code(tmp_path, cpu):
     directory = save_remote_code_model(tmp_path / "own")
     for given in ({"trust_remote_code": True}, {"trust_remote_code": ""}):  # as on a command line
-        assert hardware.cpu_cache_arguments(directory, given, 1, 1) == {
-            "kv_cache_memory_bytes": hardware.MIN_CACHE
+        assert cpu_memory.cpu_cache_arguments(directory, given, 1, 1) == {
+            "kv_cache_memory_bytes": cpu_memory.MIN_CACHE
         }
     with pytest.raises(ValueError, match="trust_remote_code=True"):
-        hardware.cpu_cache_arguments(directory, {"trust_remote_code": False}, 1, 1)
+        cpu_memory.cpu_cache_arguments(directory, {"trust_remote_code": False}, 1, 1)
 
 
 def test_a_cpu_keeps_only_what_a_rollout_needs(cpu):
     each = cache_of_a_token()
     load = {"sequences": 1024, "length": 200}  # two blocks of 128 tokens each
-    arguments = hardware.cpu_cache_arguments(str(cpu), {"max_model_len": 512}, **load)
+    arguments = cpu_memory.cpu_cache_arguments(str(cpu), {"max_model_len": 512}, **load)
     assert arguments == {"kv_cache_memory_bytes": 128 * 2049 * each}, "vLLM leaves a block empty"
-    few = hardware.cpu_cache_arguments(str(cpu), {"max_model_len": 2**20}, sequences=1, length=200)
+    few = cpu_memory.cpu_cache_arguments(
+        str(cpu), {"max_model_len": 2**20}, sequences=1, length=200
+    )
     assert few == {"kv_cache_memory_bytes": (2**20 + 128) * each}, (
         "vLLM wants room for one whole context"
     )
-    many = hardware.cpu_cache_arguments(str(cpu), {"max_model_len": 512}, 10**6, 512, share=0.3)
+    many = cpu_memory.cpu_cache_arguments(str(cpu), {"max_model_len": 512}, 10**6, 512, share=0.3)
     assert many == {"kv_cache_memory_bytes": int(0.3 * (11 * 10**9 - 2**30))}, (
         "the share is the limit"
     )
 
 
 def test_a_cpu_without_enough_free_memory_is_one_line(cpu, monkeypatch, capsys):
-    monkeypatch.setattr(hardware, "free_memory", lambda: 2 * 10**9)
+    monkeypatch.setattr(cpu_memory, "free_memory", lambda: 2 * 10**9)
     monkeypatch.setattr(launch, "run_server", lambda *arguments: pytest.fail("it was started"))
     assert cli.main(["serve", str(cpu), "--scheme", "none"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -400,7 +403,7 @@ def test_what_vllm_says_of_a_dead_engine_comes_first():
 
 def test_an_engine_may_take_its_time_and_errors_are_passed_on():
     async def app(scope, receive, send):
-        await asyncio.sleep(3 * guard.WATCH_SECONDS)
+        await asyncio.sleep(3 * dead_engine.WATCH_SECONDS)
         raise ConnectionError("of the app")
 
     with pytest.raises(ConnectionError, match="of the app"):
@@ -413,14 +416,14 @@ def answers_of_watch(app, engine):
 
     sent = []
     scope = {"type": "http", "app": SimpleNamespace(state=SimpleNamespace(engine_client=engine))}
-    asyncio.run(asyncio.wait_for(guard.EngineWatch(app)(scope, None, send), 20))
+    asyncio.run(asyncio.wait_for(dead_engine.EngineWatch(app)(scope, None, send), 20))
     return sent
 
 
 def test_the_watch_is_behind_the_key(cpu):
     command = launch.server_command(str(cpu), "127.0.0.1", 8000, [])
     added = [command[index + 1] for index, word in enumerate(command) if word == "--middleware"]
-    assert added == [guard.ENGINE_WATCH, guard.KEY_GUARD], "vLLM puts the last one first"
+    assert added == [dead_engine.ENGINE_WATCH, guard.KEY_GUARD], "vLLM puts the last one first"
 
 
 @pytest.mark.vllm

@@ -242,7 +242,5 @@ def test_rollouts_are_smoothed_from_the_first_on(runs):
 @pytest.mark.vllm
 @pytest.mark.xdist_group("server")
 def test_engines_compute_what_the_trainer_smooths(runs):
-    plain, smoothed = (logged(run, "sync/probe_distance") for run in runs)
-    assert max(smoothed) < max(plain), "the probe rounds other inputs"
     one, other = runs[1]["probes"]
     assert one == other, "the engines of two processes have different scales"

@@ -1,17 +1,16 @@
-"""Streaming to a server: what is announced, sent, cut up, received and digested, with a stand-in
-for NCCL.
+"""Streaming to a server: what is announced, sent, received and digested, with a stand-in for NCCL.
 
-The two ends are real: our client with vLLM's packed sender, our worker with vLLM's NCCL engine as
-receiver. Between them, two threads hand tensors over in memory instead of two GPUs.
+The two ends are real: our client with its sender, our worker with its receiver and vLLM's NCCL
+engine, which opens the group. Between them, two threads hand tensors over in memory instead of two
+GPUs.
 """
 
 import functools
 import json
-import queue
 import socket
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -19,11 +18,11 @@ from unittest.mock import MagicMock
 import pytest
 import requests
 import torch
-from accelerate import Accelerator
 from conftest import free_port
 from peft import LoraConfig, get_peft_model
+from support.handover import HandedOver, NoStream
+from support.training import MOVED, SAME
 from tiny import WHOLE_BLOCKS, layers_of, rollout_settings, stream_of, tiny_model
-from trl.distributed import DistributedBackend
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
     CompressedTensorsConfig,
 )
@@ -35,7 +34,7 @@ from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.quantization.uaq import scale_model_
 from trl_qurl.rollout.checks.tensors import MeteredStream
 from trl_qurl.rollout.engine import served
-from trl_qurl.rollout.engine.broadcast import PACKING
+from trl_qurl.rollout.engine.broadcast import Broadcast
 from trl_qurl.rollout.engine.colocated import ColocatedEngine
 from trl_qurl.rollout.engine.served import ServedEngine
 from trl_qurl.rollout.errors import ServerError, ServerLostError, SyncError
@@ -107,21 +106,6 @@ def test_what_is_not_quantized_is_sent_in_the_engines_dtype(scheme):
 # --------------------------------------------------------------------------------------------------
 
 
-class HandedOver:
-    """vLLM's process group between two threads of one process."""
-
-    def __init__(self):
-        self.tensors = queue.Queue()
-
-    def sender(self):
-        return SimpleNamespace(broadcast=lambda tensor, src: self.tensors.put(tensor.clone()))
-
-    def receiver(self):
-        return SimpleNamespace(
-            broadcast=lambda tensor, src: tensor.copy_(self.tensors.get(timeout=20))
-        )
-
-
 class Loading(torch.nn.Module):
     """A model that only keeps what it is given."""
 
@@ -138,23 +122,11 @@ def ends(monkeypatch):
     """A client and the worker it reaches, with a hand-over in place of NCCL and nothing in place of
     CUDA streams.
     """
-    from vllm.distributed.weight_transfer import packed_tensor
     from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
     from trl_qurl.rollout.engine.worker import RolloutWorker
 
-    class OneStream:  # with more, vLLM below 0.33 would fill a buffer that a layer still reads
-        def synchronize(self):
-            pass
-
-    def streams(device, count):
-        assert count == 1
-        return (OneStream(),)
-
-    monkeypatch.setattr(packed_tensor, "_get_streams", streams)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "Stream", NoStream)
     between = HandedOver()
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(data_parallel_index=0, world_size=1, rank=0),
@@ -162,36 +134,21 @@ def ends(monkeypatch):
         quant_config=None,
     )
 
-    class Engine(NCCLWeightTransferEngine):
-        def receive_weights(self, update_info):
-            self.__dict__.setdefault("by_model", {})[self.model] = update_info  # as vLLM 0.33 does
-            super().receive_weights(update_info)
-
     class Worker(RolloutWorker):
         def __init__(self):
             self.vllm_config = config
             self.model = Loading()
-            engine = Engine(None, config, torch.device("cpu"), self.model)
-            engine.packed, engine.model_update_group = True, between.receiver()
-            engine.packed_num_buffers = PACKING["num_buffers"]
+            engine = NCCLWeightTransferEngine(None, config, torch.device("cpu"), self.model)
+            engine.model_update_group = between.receiver()
             self.weight_transfer_engine = engine
-            self.session = []
+            self.reloads = 0
 
         def get_model(self):
             return self.model
 
-        def start_weight_update(self):
-            self.session.append("start")
-
-        def update_weights(self, announced):
-            self.session.append("update")
-            self.weight_transfer_engine.update_weights(announced)
-
-        def finish_weight_update(self):
-            assert self.weight_transfer_engine.model is self.model, (
-                "the reload would be finished on the recorder"
-            )
-            self.session.append("finish")
+        def reload_weights(self, weights_iterator):
+            self.reloads += 1
+            self.model.load_weights(weights_iterator)
 
     worker = Worker()
     client = ServedEngine.__new__(ServedEngine)  # without the connection that its constructor makes
@@ -229,7 +186,7 @@ def test_tensors_arrive_in_order_and_bit_for_bit(scheme, ends):
         assert torch.equal(
             tensor.view(torch.uint8), expected[name].contiguous().view(torch.uint8)
         ), name
-    assert worker.session == ["start", "update", "finish"]
+    assert worker.reloads == 1
     assert client.requests == [
         "/collective_rpc",
         "/reset_prefix_cache",
@@ -239,31 +196,24 @@ def test_tensors_arrive_in_order_and_bit_for_bit(scheme, ends):
     assert client.version() == "v1"
     client.load_stream(stream(model, scheme), WeightUpdate("v2", False, metadata))
     assert client.version() == "v2" and worker.rollout_digests == {}
-    assert len(worker.weight_transfer_engine.by_model) == 1, "it would grow with every sync"
 
 
-def test_both_ends_cut_the_stream_into_buffers_of_one_size(ends, monkeypatch):
+def test_any_layout_and_dtype_arrives(ends):
+    """NCCL sends memory as it lies, and has no name for some dtypes of formats."""
     client, worker = ends
-    monkeypatch.setitem(PACKING, "buffer_size_bytes", 4096)
-    model, asked, answer = tiny_model(dtype=torch.bfloat16), {}, client._answer
-    client._answer = lambda verb, path, json=None: (
-        asked.update(json or {}) or answer(verb, path, json)
-    )
-    parents = {"packed": True}
-    client._post(f"{client.base_url}/init_weight_transfer_engine", json={"init_info": parents})
-    assert parents == {"packed": True}, "the parent opens its own end by it"
-    asked = asked["init_info"]
-    assert asked["packed_num_buffers"] == 1
-    worker.weight_transfer_engine.packed_buffer_size_bytes = asked["packed_buffer_size_bytes"]
-    buffers, send = [], client.communicator.broadcast
-    client.communicator.broadcast = lambda tensor, src: (
-        buffers.append(tensor.numel()) or send(tensor, src)
-    )
-    sent = MeteredStream(stream(model, INT8), {})
-    client.load_stream(sent, WeightUpdate("v1", True, announced(model, INT8)))
-    client.compare_digests(sent.digests)
-    largest = max(tensor.nbytes for _, tensor in stream(model, INT8))
-    assert len(buffers) > 10 and max(buffers) <= 4096 + largest
+    sent = {
+        "transposed": torch.arange(6, dtype=torch.int32).view(2, 3).t(),
+        "scalar": torch.tensor(3.5),
+        "exponents": torch.arange(4, dtype=torch.uint8).view(torch.float8_e8m0fnu),
+        "a part": torch.arange(8, dtype=torch.bfloat16)[3:5],
+        "nothing": torch.empty(0, 4),
+    }
+    metadata = [(name, str(t.dtype).split(".")[1], list(t.shape)) for name, t in sent.items()]
+    client.load_stream(sent.items(), WeightUpdate("v1", False, metadata))
+    assert list(worker.model.loaded) == list(sent)
+    for name, tensor in worker.model.loaded.items():
+        assert tensor.dtype == sent[name].dtype and tensor.shape == sent[name].shape
+        assert torch.equal(tensor.float(), sent[name].float()), name
 
 
 def test_int8_halves_the_bytes_of_the_layers():
@@ -285,15 +235,15 @@ def test_a_server_that_refuses_says_why_and_nobody_hangs(ends):
     model = tiny_model()
     metadata = announced(model, INT8)
 
-    def refuse(announced):
-        raise RuntimeError("no weight transfer here")
+    def refuse(weights_iterator):
+        raise RuntimeError("no reload here")
 
-    worker.update_weights = refuse
+    worker.reload_weights = refuse
     with ThreadPoolExecutor(1) as executor:
         outcome = executor.submit(
             client.load_stream, stream(model, INT8), WeightUpdate("v1", True, metadata)
         )
-        with pytest.raises(ServerError, match="no weight transfer here"):
+        with pytest.raises(ServerError, match="no reload here"):
             outcome.result(timeout=20)
     assert client._broadcast.wait(5.0), "a run that recovers opens another one"
     # Half loaded, vLLM cannot be loaded again; whoever tries is told.
@@ -301,6 +251,33 @@ def test_a_server_that_refuses_says_why_and_nobody_hangs(ends):
         RuntimeError, match="An earlier load of weights failed halfway.*restart the server"
     ):
         worker.load_rollout_weights({"version": "v2"}, weights_iterator=iter(()))
+
+
+@pytest.mark.parametrize("are_done", ["after the last", "too early"])
+def test_workers_that_are_done_before_the_trainer(are_done, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Stream", NoStream)
+    request = Future()
+
+    def tensors():
+        yield "one", torch.zeros(2)
+        request.set_result(None)  # before the sender knows whether there is another
+        if are_done == "too early":
+            yield "two", torch.zeros(2)
+
+    broadcast = Broadcast(SimpleNamespace(broadcast=lambda tensor, src, stream: None))
+    early = pytest.raises(SyncError, match="stopped receiving before the last tensor was sent")
+    with early if are_done == "too early" else nullcontext():
+        broadcast.send(tensors(), request)
+    assert broadcast.wait(5.0)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("name", ["int8", "w4a16"])
+def test_a_real_engine_computes_with_what_it_received(name, run_scenario, tmp_path):
+    record = run_scenario("streamed.py", tmp_path, name)
+    assert record["version"] == ["v1"]
+    assert record["streamed"] == pytest.approx(record["fresh"], abs=SAME)
+    assert record["streamed"] != pytest.approx(record["started"], abs=MOVED)
 
 
 @pytest.mark.parametrize(
@@ -326,7 +303,7 @@ def test_a_broadcast_that_never_returns_ends_the_run_in_time(ends, monkeypatch):
     forever = threading.Event()
     group = SimpleNamespace(store=None, socket=None)
     client.communicator = SimpleNamespace(
-        broadcast=lambda tensor, src: forever.wait(), destroy=lambda: None, group=group
+        broadcast=lambda tensor, src, stream: forever.wait(), destroy=lambda: None, group=group
     )
     monkeypatch.setattr(served, "BROADCAST_GRACE", 0.1)
 
@@ -360,9 +337,10 @@ class OverItsStore:
 
     def __init__(self, group, device):
         self.group, self.count, self.is_sending, self.aborted = group, 0, False, threading.Event()
+        self.device = torch.device("cpu")
         group.broadcast_obj("an id", src=0)
 
-    def broadcast(self, tensor, src):
+    def broadcast(self, tensor, src, stream=None):
         self.count += 1
         if self.group.rank != src:
             tensor.copy_(self.group.broadcast(tensor, src))
@@ -390,7 +368,7 @@ def rendezvous(ends, monkeypatch):
     client, worker = ends
     monkeypatch.setattr(pynccl, "PyNcclCommunicator", OverItsStore)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setitem(PACKING, "buffer_size_bytes", 4096)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     client.communicator, client.plan, client.shapes, client.group_port = (
         None,
         QuantizationPlan(),
@@ -522,8 +500,8 @@ def test_workers_are_not_sent_to_the_group_of_another_run(rendezvous):
 def test_tensors_are_made_here_finished_before_they_are_sent_and_kept_until_they_are(
     ends, monkeypatch
 ):
-    """The order that GPUs need: several processes gather in one order on one stream, and side
-    streams wait for it.
+    """The order that GPUs need: several processes gather in one order on one stream, and the side
+    stream waits for it.
     """
     client, worker = ends
     log = []
@@ -540,7 +518,16 @@ def test_tensors_are_made_here_finished_before_they_are_sent_and_kept_until_they
     )
     default = SimpleNamespace(synchronize=lambda: note("finish"))
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda: default)
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: note("keep"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    monkeypatch.setattr(NoStream, "synchronize", lambda stream: note("sent"))
+    hand_over = client.communicator.broadcast
+
+    def broadcast(tensor, src, stream):
+        assert isinstance(stream, NoStream), "the default stream would wait for dead workers"
+        note("send")
+        hand_over(tensor, src, stream)
+
+    client.communicator.broadcast = broadcast
     model = tiny_model()
 
     def made():
@@ -550,19 +537,21 @@ def test_tensors_are_made_here_finished_before_they_are_sent_and_kept_until_they
 
     metadata = announced(model, INT8)
     client.load_stream(made(), WeightUpdate("v1", False, metadata))
-    assert [
-        log.count((event, here))
-        for event, here in (("make", True), ("finish", True), ("keep", False))
-    ] == [len(metadata)] * 3
-    assert len(log) == 3 * len(metadata)
+    here = [event for event, is_here in log if is_here]
+    there = [event for event, is_here in log if not is_here]
+    assert here == ["make", "finish"] * len(metadata)
+    assert there == ["send", "sent"] * len(metadata), "its memory is free after it has been sent"
     assert len(placed) == 2 and threading.main_thread() not in placed, (
         "each thread has its own current device"
     )
-    order = {
-        event: [i for i, entry in enumerate(log) if entry[0] == event]
-        for event in ("make", "finish", "keep")
-    }
-    assert all(m < f < k for m, f, k in zip(*order.values(), strict=True))
+    events = [event for event, _ in log]
+    for number in range(len(metadata)):
+        assert nth(events, "finish", number) < nth(events, "send", number)
+
+
+def nth(events, event, number):
+    """Where an event occurs for the time of this number."""
+    return [place for place, each in enumerate(events) if each == event][number]
 
 
 def test_files_out_of_sight_are_refused_before_anything_is_touched(ends, tmp_path):
@@ -571,7 +560,7 @@ def test_files_out_of_sight_are_refused_before_anything_is_touched(ends, tmp_pat
         SyncError, match=f"does not see the files in {tmp_path}; set rollout_checkpoint_dir"
     ):
         client.load_checkpoint(tmp_path, WeightUpdate("v1"))
-    assert worker.session == [] and not worker.rollout_load_failed
+    assert worker.reloads == 0 and not worker.rollout_load_failed
 
 
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
@@ -634,28 +623,27 @@ def test_what_a_server_quantizes_is_compared_by_its_checkpoint(scheme, ends, tmp
 
 
 def sync_to(client, policy, interval, dtype=None):
-    """A sync of a policy to the client's server, with nothing to
-    probe, and no version to ask for.
-    """
+    """A sync of a policy to the client's server, with no version to ask for."""
     settings = rollout_settings(INT8, is_served=True, sync_check_interval=interval)
     route = StreamRoute(policy, stream_of(policy, INT8), is_served=True)
-    sync = WeightSync(route, settings, DistributedBackend(Accelerator()), lambda: 0)
+    sync = WeightSync(route, settings, RolloutCost(), lambda: 0)
     route.attach(client, dtype)
-    client.version, sync._check_probe = lambda: sync.version, dict
+    client.version = lambda: sync.version
     return sync
 
 
-def test_every_stream_is_probed_until_a_gpu_has_shown_that_it_need_not_be(ends):
+def test_every_stream_is_proven_until_a_gpu_has_shown_that_it_need_not_be(ends):
     client, worker = ends
     model = tiny_model()
 
     def checks(interval):
-        sync, probed, digested = sync_to(client, model, interval), [], []
-        sync._check_probe = lambda: probed.append(True) or {}
+        sync, proofs, digested = sync_to(client, model, interval), 0, []
         for _ in range(3):
-            sync.push(RolloutCost())
+            sync.push()
+            proofs += sync.needs_proof
+            sync.needs_proof = False
             digested.append(bool(worker.rollout_digests))
-        return len(probed), digested
+        return proofs, digested
 
     assert checks(16) == (3, [True, True, True])
     assert checks(1) == (3, [True, True, True])
@@ -755,13 +743,13 @@ def test_stream_to_a_server(dtype, adapter, head, ends):
     else:
         scale_model_(policy, 1.5)
     sync = sync_to(client, policy, 1, str(dtype).removeprefix("torch."))
-    sync.push(RolloutCost())
+    sync.push()
     first = sync.version
     before = {name: tensor.clone() for name, tensor in worker.model.loaded.items()}
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.add_(0.1 * parameter.std() * torch.randn_like(parameter))
-    sync.push(RolloutCost())
+    sync.push()
     second = sync.version
     assert [version.split("-")[-1] for version in (first, second)] == ["sync1", "sync2"]
     assert ("lm_head.weight" in before) == (head == "untied")

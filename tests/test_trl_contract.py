@@ -123,7 +123,7 @@ vllm.entrypoints.llm
 vllm.entrypoints.openai.models.serving
     OpenAIServingModels.load_lora_adapter(request): engine/served.py replaces an adapter with it
 vllm.v1.engine.async_llm
-    AsyncLLM.errored(): rollout/engine/guard.py ends requests by it
+    AsyncLLM.errored(): repairs/dead_engine.py ends requests by it
 vllm.v1.engine.detokenizer
     IncrementalDetokenizer.num_output_tokens(): lab/live.py counts an answer's tokens with it
 vllm.v1.engine.llm_engine
@@ -131,10 +131,7 @@ vllm.v1.engine.llm_engine
 vllm.v1.worker.gpu_worker
     Worker.add_lora(lora_request): engine/colocated.py loads an adapter with it
     Worker.reload_weights(): RolloutWorker.load_rollout_weights calls it
-    Worker.start_weight_update(): RolloutWorker receives a stream after it
-    Worker.update_weights(update_info): RolloutWorker receives a stream with it
-    Worker.finish_weight_update(): RolloutWorker receives a stream before it
-    Worker.sleep(level): engine/cuda.py restores what it discards
+    Worker.sleep(level): repairs/cache_scales.py restores what it discards
     Worker.get_model(): RolloutWorker repairs the model it returns
 vllm.v1.worker.cpu_worker
     CPUWorker(): RolloutWorker is mixed into it
@@ -147,25 +144,21 @@ vllm.lora.model_manager
 vllm.lora.lora_model
     LoRAModel.__init__(loras): engine/worker.py compares its matrices
 vllm.distributed.device_communicators.pynccl
+    PyNcclCommunicator.broadcast(tensor src stream): both ends of engine/broadcast.py send a tensor with it
     PyNcclCommunicator.destroy(): ServedEngine aborts a broadcast to dead workers with it
-vllm.distributed.weight_transfer.base
-    WeightTransferEngine.set_weight_update_target(model model_config): RolloutWorker computes digests in it
-    WeightTransferEngine.reset_weight_update_target(): RolloutWorker computes digests in it
-vllm.distributed.weight_transfer.packed_tensor
-    packed_nccl_broadcast_producer(iterator group src post_iter_func buffer_size_bytes num_buffers): ServedEngine
 vllm.model_executor.model_loader.base_loader
-    BaseModelLoader.load_model(): engine/cpu.py repairs a model after it
+    BaseModelLoader.load_model(): repairs/cpu_adapters.py repairs a model after it
 vllm.model_executor.model_loader.reload.layerwise
     initialize_layerwise_reload(): a reload accepts checkpoint tensors any number of times
 vllm.model_executor.models.registry
     _BaseRegisteredModel.load_model_cls(): engine/colocated.py asks it which model runs an architecture
 vllm.model_executor.models.transformers.base
-    Base._decorate_for_torch_compile(): engine/colocated.py overrides it to leave the trainer's class unchanged
+    Base._decorate_for_torch_compile(): repairs/compiled_class.py overrides it to leave the trainer's class unchanged
 vllm.model_executor.layers.linear
-    ColumnParallelLinear.weight_loader(param loaded_weight): engine/cuda.py gives it to a bias again
+    ColumnParallelLinear.weight_loader(param loaded_weight): repairs/bias_loader.py gives it to a bias again
 vllm.model_executor.layers.vocab_parallel_embedding
-    ParallelLMHead(): engine/cpu.py packs its weight again
-    UnquantizedEmbeddingMethod.process_weights_after_loading(layer): engine/cpu.py packs the head's weight with it
+    ParallelLMHead(): repairs/cpu_tied_head.py packs its weight again
+    UnquantizedEmbeddingMethod.process_weights_after_loading(layer): repairs/cpu_tied_head.py packs the head's weight with it
 vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors
     CompressedTensorsConfig.__init__(config): starting_fingerprint reads its groups
 vllm.model_executor.kernels.linear.scaled_mm.cpu
@@ -192,7 +185,7 @@ DEFINITIONS = parse_definitions(CALLED)
 ATTRIBUTES = [
     ("argparse", "_ActionsContainer", "_option_string_actions", "cli/__init__.py"),
     ("torch.nn.modules.module", "Module", "_buffers", "quantization/checkpoint_form.py"),
-    ("torch.nn.modules.module", "Module", "_parameters", "rollout/checks/reload.py"),
+    ("torch.nn.modules.module", "Module", "_parameters", "repairs/bias_loader.py"),
     (
         "torch.nn.modules.module",
         "Module",
@@ -216,9 +209,18 @@ ATTRIBUTES = [
         "vllm.model_executor.layers.attention.attention",
         "set_default_quant_scales",
         "_k_scale",
-        "engine/cuda.py",
+        "repairs/cache_scales.py",
     ),
     ("vllm.lora.worker_manager", "WorkerLoRAManager", "_adapter_manager", "engine/worker.py"),
+    *(
+        (
+            "vllm.model_executor.model_loader.reload.types",
+            "LayerReloadingInfo",
+            attribute,
+            "repairs/incomplete_reload.py",
+        )
+        for attribute in ("load_numel", "load_numel_total")
+    ),
 ]
 
 # (module, definition, attributes that it assigns to, who relies on them)
@@ -241,12 +243,12 @@ ASSIGNED = [
             "CompressedTensorsW8A8Int8.create_weights",
         ),
         "kernel",
-        "rollout/engine/cpu.py exchanges it",
+        "repairs/cpu_int8_scales.py exchanges it",
     ),
     (
         *(f"{KERNELS}.ScaledMMLinearKernel", "ScaledMMLinearKernel.__init__"),
         "config layer_param_names",
-        "rollout/engine/cpu.py builds a kernel from another's",
+        "repairs/cpu_int8_scales.py builds a kernel from another's",
     ),
     (
         *(f"{COMPRESSED_TENSORS}.compressed_tensors", "CompressedTensorsConfig.__init__"),
@@ -256,7 +258,7 @@ ASSIGNED = [
     ("vllm.v1.engine.llm_engine", "LLMEngine.__init__", "output_processor", "lab/live.py"),
     (
         *("vllm.v1.engine.output_processor", "RequestState.__init__"),
-        "request_id max_tokens_param detokenizer",
+        "detokenizer",
         "lab/live.py",
     ),
 ]
@@ -350,30 +352,30 @@ vllm.v1.worker.worker_base *: RolloutWorker is mixed in by name
     parallel_config.worker_extension_cls
 vllm.config.parallel ParallelConfig: ServedEngine recognizes our servers by it
     worker_extension_cls: str
-vllm.v1.engine.core EngineCore.shutdown: rollout/engine/colocated.py calls these itself
+vllm.v1.engine.core EngineCore.shutdown: repairs/finalizer.py calls these itself
     structured_output_manager.clear_backend()
     model_executor.shutdown()
     scheduler.shutdown()
-vllm.v1.engine.core EngineCore.shutdown: without this, release_when_deleted in rollout/engine/colocated.py can go
+vllm.v1.engine.core EngineCore.shutdown: without this, repairs/finalizer.py can go
     cleanup_dist_env_and_memory()
-vllm.model_executor.model_loader.reload.layerwise *: rollout/checks/reload.py listens to this logger
+vllm.model_executor.model_loader.reload.layerwise *: repairs/incomplete_reload.py listens to this logger
     logger = init_logger(__name__)
-vllm.model_executor.model_loader.reload.layerwise finalize_layerwise_processing: rollout/checks/reload.py raises on it
+vllm.model_executor.model_loader.reload.layerwise finalize_layerwise_processing: repairs/incomplete_reload.py raises on it
     logger.warning('%s: Failed to load weights', layer.__class__.__name__)
-vllm.model_executor.model_loader.reload.layerwise finalize_layerwise_processing: rollout/checks/reload.py raises on it
+vllm.model_executor.model_loader.reload.layerwise finalize_layerwise_processing: repairs/incomplete_reload.py raises on it
     logger.debug('%s: Delayed processing', layer.__class__.__name__)
-vllm.model_executor.model_loader.reload.layerwise make_online_process_loader: rollout/checks/reload.py raises on it
+vllm.model_executor.model_loader.reload.layerwise make_online_process_loader: repairs/incomplete_reload.py raises on it
     logger.debug('%s: Excessive loading', layer.__class__.__name__)
-vllm.model_executor.kernels.linear.scaled_mm.cpu CPUInt8ScaledMMLinearKernel.process_weights_for_onednn: engine/cpu.py
+vllm.model_executor.kernels.linear.scaled_mm.cpu CPUInt8ScaledMMLinearKernel.process_weights_for_onednn: repairs/cpu_int8_scales.py
     w_q_name, w_s_name, i_s_name, i_zp_name, azp_adj_name = self.layer_param_names
     ops.create_onednn_scaled_mm(weight, getattr(layer, w_s_name)
-vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors *: rollout/engine/cpu.py reads it
+vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors *: repairs/cpu_int8_scales.py reads it
     layer.scheme =
-vllm.model_executor.layers.linear LinearBase.__init__: rollout/checks/reload.py skips layers that have it
+vllm.model_executor.layers.linear LinearBase.__init__: repairs/incomplete_reload.py skips layers that have it
     self.quant_method
-vllm.model_executor.layers.vocab_parallel_embedding VocabParallelEmbedding.__init__: rollout/checks/reload.py skips it
+vllm.model_executor.layers.vocab_parallel_embedding VocabParallelEmbedding.__init__: repairs/incomplete_reload.py skips it
     self.quant_method
-vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method UnquantizedFusedMoEMethod._setup_kernel: cpu.py
+vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method UnquantizedFusedMoEMethod._setup_kernel: cpu_experts.py
     is_weight_update = self.moe_kernel is not None
     if not is_weight_update:
     fused_experts.process_weights_after_loading(layer)
@@ -383,9 +385,9 @@ vllm.entrypoints.serve.dev.rpc.api_router *: ServedEngine calls workers through 
 vllm.entrypoints.serve.dev.rpc.api_router collective_rpc: ServedEngine finds a worker's report in 'results'
     isinstance(result, dict | list)
     {'results': response}
-vllm.entrypoints.serve.dev.rpc.api_router engine_client: rollout/engine/guard.py finds the engine there
+vllm.entrypoints.serve.dev.rpc.api_router engine_client: repairs/dead_engine.py finds the engine there
     return request.app.state.engine_client
-vllm.v1.engine.async_llm AsyncLLM.errored: rollout/engine/guard.py ends requests to an engine whose process has died
+vllm.v1.engine.async_llm AsyncLLM.errored: repairs/dead_engine.py ends requests to an engine whose process has died
     return self.engine_core.resources.engine_dead or
 vllm.entrypoints.serve.dev.cache.api_router reset_prefix_cache: rollout/engine/http.py knows its answer by it
     {'success': bool(success)}
@@ -767,7 +769,7 @@ def test_finalizer_of_an_engine_is_the_one_that_we_replace():
     client = text_of("vllm.v1.engine.core_client", "InprocClient.__init__")
     ours = "self._finalizer = weakref.finalize(self, self.engine_core.shutdown)"
     # none before vLLM 0.31
-    assert client.count(ours) == client.count("finalize("), "see rollout/engine/colocated.py"
+    assert client.count(ours) == client.count("finalize("), "see rollout/repairs/finalizer.py"
 
 
 def test_a_reload_goes_layer_by_layer_through_load_weights():
@@ -818,9 +820,7 @@ def plain_reload(run_scenario, tmp_path_factory):
 @needs_avx512
 def test_vllm_still_leaves_a_tied_head_stale(plain_reload):
     assert plain_reload["started"]["head_error"] < 0.02, "the head is wrong before any reload"
-    assert plain_reload["reloaded"]["head_error"] > 0.1, (
-        "repack_output_head in rollout/engine/cpu.py can go"
-    )
+    assert plain_reload["reloaded"]["head_error"] > 0.1, "rollout/repairs/cpu_tied_head.py can go"
 
 
 @pytest.mark.vllm
@@ -834,6 +834,4 @@ def test_vllm_still_frees_int8_scales_under_the_primitive(plain_reload):
     # knew.
     assert plain_reload["started"]["primitives"] == plain_reload["reloaded"]["primitives"] == 8
     assert plain_reload["started"]["dangling"] == 0
-    assert plain_reload["reloaded"]["dangling"] == 8, (
-        "ReloadableCPUInt8Kernel in rollout/engine/cpu.py can go"
-    )
+    assert plain_reload["reloaded"]["dangling"] == 8, "rollout/repairs/cpu_int8_scales.py can go"

@@ -1,5 +1,6 @@
-"""Compare vLLM's build for GPUs with the one for CPUs, which the tests run on: python
-tools/cuda_contract.py [WHEEL]
+"""Compare vLLM's build for GPUs with the one for CPUs, which the tests run on.
+
+    python tools/cuda_contract.py [WHEEL]
 
 Takes a CUDA wheel (a path, or a requirement that pip downloads, 320 MB; by default the release of
 the installed CPU build) and prints which source files differ from that build, and whether the names
@@ -30,7 +31,9 @@ CONTRACT = ROOT / "tests" / "test_trl_contract.py"
 sys.path[:0] = [str(ROOT), str(CONTRACT.parent)]
 contract = importlib.import_module(CONTRACT.stem)
 
-SAME, DIFFERS, MISSING = "same", "DIFFERS", "MISSING"
+SAME = "same"
+DIFFERS = "DIFFERS"
+MISSING = "MISSING"
 
 
 class Name(NamedTuple):
@@ -42,23 +45,16 @@ class Name(NamedTuple):
 
 
 def find_wheel(wanted: str, folder: Path) -> Path:
-    """Return a wheel that exists, or download it. Raises `ValueError` if there is none, or it is
-    not vLLM's.
+    """Return a wheel that exists, or download it.
+
+    Raises `ValueError` if there is none, or it is not vLLM's.
     """
     path = Path(wanted)
     advice = "give the path of a wheel, or a release as vllm==0.31.0."
     if path.suffix != ".whl":
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "--quiet",
-            "--no-deps",
-            "--only-binary=:all:",
-            "--dest",
-        ]
-        if subprocess.run([*command, str(folder), wanted], check=False).returncode:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+        command += ["--only-binary=:all:", f"--dest={folder}", wanted]
+        if subprocess.run(command, check=False).returncode:
             raise ValueError(f"pip finds no wheel of {wanted!r}: {advice}")
         [path] = folder.glob("*.whl")
     if not zipfile.is_zipfile(path) or "vllm/__init__.py" not in zipfile.ZipFile(path).namelist():
@@ -68,9 +64,8 @@ def find_wheel(wanted: str, folder: Path) -> Path:
 
 def relied_on() -> list[Name]:
     """Return vLLM's names in the contract and in the imports of trl_qurl."""
-    names = {Name(*entry[:2]) for entry in contract.DEFINITIONS} | {
-        Name(*entry[:3]) for entry in contract.ATTRIBUTES
-    }
+    names = {Name(*entry[:2]) for entry in contract.DEFINITIONS}
+    names |= {Name(*entry[:3]) for entry in contract.ATTRIBUTES}
     names |= {Name(*imported) for imported in contract.imported_names()}
     return sorted(name for name in names if name.module.startswith("vllm."))
 
@@ -78,7 +73,7 @@ def relied_on() -> list[Name]:
 @contextmanager
 def sources_in(site: Path) -> Iterator[None]:
     """Make the contract read vLLM's sources in a directory inside the block."""
-    # where the contract would find the installed one, before any path
+    # The contract would find the installed one here, before any path.
     loaded = sys.modules.pop("vllm", None)
     sys.path.insert(0, str(site))
     contract.tree.cache_clear()
@@ -90,20 +85,13 @@ def sources_in(site: Path) -> Iterator[None]:
 
 
 def source_of(name: Name) -> str:
-    """Return the source that a name stands for, without comments and spacing; empty if there is
-    none.
-    """
+    """Return the source that a name stands for, without comments and spacing, if there is any."""
     path = contract.source_file(name.module)
     if path is None:
         return ""
     found = contract.definition(name.module, name.definition)
     if found is None and path.name == "__init__.py":  # a package passes on what its modules define
-        start = re.compile(rf"^(class|def) {name.definition}\b", re.MULTILINE)
-        files = [
-            file for file in sorted(path.parent.rglob("*.py")) if start.search(file.read_text())
-        ]
-        nodes = [node for file in files for node in ast.parse(file.read_text()).body]
-        found = next((node for node in nodes if getattr(node, "name", "") == name.definition), None)
+        found = definition_below(path.parent, name.definition)
     if found is not None and not name.attribute:
         return ast.unparse(found)
     word = re.compile(rf"\b{name.attribute or name.definition}\b")
@@ -111,60 +99,59 @@ def source_of(name: Name) -> str:
     return "\n".join(line for line in lines if word.search(line))
 
 
+def definition_below(package: Path, name: str) -> ast.stmt | None:
+    """Return the class or function of this name at the top of one of a package's modules."""
+    start = re.compile(rf"^(class|def) {name}\b", re.MULTILINE)
+    for file in sorted(package.rglob("*.py")):
+        source = file.read_text()
+        if start.search(source):
+            return next(
+                node for node in ast.parse(source).body if getattr(node, "name", "") == name
+            )
+    return None
+
+
+def sources_of(site: Path) -> dict[Path, Path]:
+    """Return vLLM's source files in a directory, by their names in it."""
+    return {path.relative_to(site): path for path in (site / "vllm").rglob("*.py")}
+
+
 def differing_files(site: Path, installed: Path) -> Iterator[str]:
-    """Yield a line per source file that differs, and one per folder with files that only the wheel
-    has.
-    """
-    theirs, ours = (
-        {path.relative_to(each): path for path in (each / "vllm").rglob("*.py")}
-        for each in (site, installed)
-    )
+    """Yield a line per source file that differs, and one per folder that the wheel adds to."""
+    theirs = sources_of(site)
+    ours = sources_of(installed)
     for name in sorted(ours):
         if name not in theirs:
             yield f"{name} is in the CPU build only"
         elif theirs[name].read_bytes() != ours[name].read_bytes():
             yield f"{name} differs"
-    for folder, count in sorted(
-        Counter(name.parts[:2] for name in theirs.keys() - ours.keys()).items()
-    ):
+    added = Counter(name.parts[:2] for name in theirs.keys() - ours.keys())
+    for folder, count in sorted(added.items()):
         yield f"{'/'.join(folder)}: {count} more in the wheel"
 
 
 def compare_names(site: Path) -> dict[str, str]:
     """Return whether each name is the same in the wheel, differs or is missing."""
     names = relied_on()
-    here = {name: source_of(name) for name in names}
+    here = [source_of(name) for name in names]
     with sources_in(site):
-        there = {name: source_of(name) for name in names}
-    states = {
-        name: SAME if there[name] == here[name] else DIFFERS if there[name] else MISSING
-        for name in names
-    }
-    return {".".join(filter(None, name)): state for name, state in states.items()}
+        there = [source_of(name) for name in names]
+    states = {}
+    for name, ours, theirs in zip(names, here, there, strict=True):
+        state = SAME
+        if theirs != ours:
+            state = DIFFERS if theirs else MISSING
+        states[".".join(filter(None, name))] = state
+    return states
 
 
 def run_contract(site: Path) -> bool:
-    """Run the contract's tests that start no engine on the wheel's sources; return whether they
-    pass.
-    """
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-m",
-        "not vllm",
-        str(CONTRACT),
-    ]
-    paths = os.pathsep.join(map(str, (site, ROOT)))
-    return (
-        subprocess.run(
-            command, cwd=ROOT, env=os.environ | {"PYTHONPATH": paths}, check=False
-        ).returncode
-        == 0
-    )
+    """Run the contract's tests without engines on the wheel's sources; whether they pass."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command += ["-m", "not vllm", str(CONTRACT)]
+    environment = os.environ | {"PYTHONPATH": f"{site}{os.pathsep}{ROOT}"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, check=False)
+    return done.returncode == 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -184,7 +171,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(str(error))
         site = Path(folder) / "site"
         with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(site, [name for name in archive.namelist() if name.endswith(".py")])
+            sources = [name for name in archive.namelist() if name.endswith(".py")]
+            archive.extractall(site, sources)
         print(
             f"{wheel.name}, compared with {installed}:",
             *differing_files(site, installed),
@@ -198,7 +186,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         print("Tests of the contract:", flush=True)
         passes = run_contract(site)
-    return int(set(states.values()) != {SAME} or not passes)
+    return 0 if passes and set(states.values()) == {SAME} else 1
 
 
 if __name__ == "__main__":

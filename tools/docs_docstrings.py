@@ -1,17 +1,16 @@
-"""Extension of griffe that turns our docstrings, and those in Hugging Face's form, into Google
-style for mkdocstrings.
+"""Extension of griffe that turns our docstrings into Google style for mkdocstrings.
 
 A small class may describe each field by a comment behind it; the comments become the `Attributes:`
 of its docstring.
 
-A configuration's docstring has its arguments in groups (`> Weight sync`) below one `Args:`, with
-types and defaults in words, and names other classes as [`~trl.GRPOConfig`]. Google style needs an
-`Args:` in each group and takes types and defaults from the code, and links need targets.
+A configuration's docstring is in Hugging Face's form. It has its arguments in groups
+(`> Weight sync`) below one `Args:`, with types and defaults in words, and names other classes as
+[`~trl.GRPOConfig`]. Google style needs an `Args:` in each group and takes types and defaults from
+the code, and links need targets.
 """
 
 import re
 from collections.abc import Iterator
-from typing import Any
 
 import griffe
 
@@ -35,26 +34,27 @@ OURS = {
 class HuggingFaceDocstrings(griffe.Extension):
     """Rewrites docstrings as they are collected."""
 
-    def on_class_members(self, *, cls: griffe.Class, **kwargs: Any) -> None:
+    def on_class_members(self, *, cls: griffe.Class, **kwargs: object) -> None:
         """Add the fields that comments describe."""
         described = [f"    {name}: {comment}." for name, comment in commented_fields(cls)]
         if cls.docstring and described and "Attributes:" not in cls.docstring.value:
             cls.docstring.value += "\n\nAttributes:\n" + "\n".join(described)
 
-    def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
+    def on_object(self, *, obj: griffe.Object, **kwargs: object) -> None:
         """Rewrite the docstring of one object."""
         if obj.docstring:
             obj.docstring.value = rewritten(obj.docstring.value)
 
 
 def commented_fields(cls: griffe.Class) -> Iterator[tuple[str, str]]:
-    """The fields of a class that have a comment behind them, and the comment as the beginning of a
-    sentence.
-    """
+    """The fields of a class that have a comment behind them, and this comment, capitalized."""
     for name, member in cls.members.items():
-        comment = COMMENT.search(member.source) if member.is_attribute else None
+        if not member.is_attribute:
+            continue
+        comment = COMMENT.search(member.source)
         if comment:
-            yield name, comment["text"][0].upper() + comment["text"][1:]
+            text = comment["text"]
+            yield name, text[0].upper() + text[1:]
 
 
 def rewritten(docstring: str) -> str:
@@ -66,4 +66,6 @@ def rewritten(docstring: str) -> str:
 
 def _link(reference: re.Match[str]) -> str:
     path = reference["path"]
-    return f"[`{path}`][{OURS[path]}]" if path in OURS else f"`{path}`"
+    if path in OURS:
+        return f"[`{path}`][{OURS[path]}]"
+    return f"`{path}`"

@@ -1,5 +1,6 @@
-r"""Hook of mkdocs: LaTeX formulas (`$$...$$` in a docstring or page, `$...$` in a line) become
-drawings in the page.
+r"""Hook of mkdocs: formulas in LaTeX become drawings in the page.
+
+They stand between `$$` in a docstring or page, and between `$` in a line.
 
 matplotlib draws them when the site is built, so the site needs neither the network nor a script, as
 it would with MathJax or KaTeX. There are a dozen formulas, and matplotlib understands all of their
@@ -73,8 +74,8 @@ def draw(latex: str) -> str:
     written = StringIO()
     with matplotlib.rc_context({"svg.hashsalt": latex, "svg.fonttype": "path"}):
         figure.savefig(written, format="svg", transparent=True, metadata={"Date": None})
-    svg = written.getvalue()
-    svg = svg[svg.index("<svg") :].replace("#123456", "currentColor")
+    _, start, rest = written.getvalue().partition("<svg")
+    svg = (start + rest).replace("#123456", "currentColor")
     # Its style sheet would apply to the whole page.
     svg = re.sub(r"<(metadata|style)[ >].*?</\1>", "", svg, flags=re.DOTALL)
     size = f'style="width:{width / POINTS:.3f}em;vertical-align:{-depth / POINTS:.3f}em"'

@@ -1,5 +1,4 @@
-"""Hooks of mkdocs: pages from elsewhere in the repository, links out of docs/, and the help of the
-command line.
+"""Hooks of mkdocs: pages from elsewhere in the repository, links out of docs/, and help texts.
 
 The Markdown files are written for GitHub, where a link may lead to any file of the repository. On
 the site a link becomes a link to the same page; for other files, a link to the repository's host if
@@ -54,28 +53,26 @@ FENCE = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that live outside docs/, and the files that pages link to."""
-    sources = [
-        *(source for source in ELSEWHERE if source.endswith(".md")),
-        *_paths(ROOT / "docs", "*.md"),
-    ]
-    for linked in sorted({path for source in sources for path in _linked_files(source)}):
-        files.append(File.generated(config, f"files/{linked}.txt", abs_src_path=str(ROOT / linked)))
+    sources = [source for source in ELSEWHERE if source.endswith(".md")]
+    sources += [f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")]
+    linked: set[str] = set()
+    for source in sources:
+        linked.update(_linked_files(source))
+    for name in sorted(linked):
+        files.append(File.generated(config, f"files/{name}.txt", abs_src_path=str(ROOT / name)))
     for source, uri in ELSEWHERE.items():
         path = ROOT / source
-        given: dict[str, str] = {"abs_src_path": str(path)}
         if path.suffix == ".ipynb":
             copy = f"files/{path.name}"
             files.append(File.generated(config, copy, abs_src_path=str(path)))
             first, *others = notebook_page(json.loads(path.read_text(encoding="utf-8"))["cells"])
             # As HTML, because the link is not one of the repository.
             link = f'<a href="../{copy}" download>Download this notebook</a>'
-            given = {"content": "\n\n".join([first, link, *others])}
-        files.append(File.generated(config, uri, **given))
+            page = "\n\n".join([first, link, *others])
+            files.append(File.generated(config, uri, content=page))
+        else:
+            files.append(File.generated(config, uri, abs_src_path=str(path)))
     return files
-
-
-def _paths(folder: Path, pattern: str) -> list[str]:
-    return [path.relative_to(ROOT).as_posix() for path in folder.glob(pattern)]
 
 
 def _linked_files(source: str) -> Iterator[str]:
@@ -88,8 +85,9 @@ def _linked_files(source: str) -> Iterator[str]:
 
 
 def _path(target: str, source: str) -> str | None:
-    """Return the path in the repository of a link's target; `None` for other hosts and links within
-    the page.
+    """Return the path in the repository of a link's target.
+
+    It is `None` for other hosts, and for links within the page.
     """
     if not target or re.match(r"[a-z]+:", target):
         return None
@@ -100,18 +98,19 @@ def _page(path: str) -> str | None:
     """Return the site's page, or picture, for a path in the repository."""
     if path == "README.md":
         return "index.md"
-    is_page = path.startswith("docs/") and path.endswith((".md", ".png", ".svg"))
-    return path.removeprefix("docs/") if is_page else ELSEWHERE.get(path)
+    if path.startswith("docs/") and path.endswith((".md", ".png", ".svg")):
+        return path.removeprefix("docs/")
+    return ELSEWHERE.get(path)
 
 
 def notebook_page(cells: list[dict[str, Any]]) -> list[str]:
-    """Return the parts of a notebook as Markdown: its texts, its code, and the outputs that are
-    stored in it.
-    """
+    """Return the parts of a notebook as Markdown: its texts, its code, and its stored outputs."""
     parts = []
     for cell in cells:
         source = BADGE.sub("", "".join(cell["source"]))
-        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        if cell["cell_type"] != "markdown":
+            source = f"```python\n{source}\n```"
+        parts.append(source)
         parts += [_shown(output) for output in cell.get("outputs", [])]
     return parts
 
@@ -119,22 +118,23 @@ def notebook_page(cells: list[dict[str, Any]]) -> list[str]:
 def _shown(output: dict[str, Any]) -> str:
     data = output.get("data", {})
     if "image/png" in data:
-        return (
-            '<img alt="Figure of the code above" '
-            f'src="data:image/png;base64,{"".join(data["image/png"]).strip()}">'
-        )
-    return f"```text\n{''.join(output.get('text', data.get('text/plain', []))).rstrip()}\n```"
+        image = "".join(data["image/png"]).strip()
+        return f'<img alt="Figure of the code above" src="data:image/png;base64,{image}">'
+    text = "".join(output.get("text", data.get("text/plain", [])))
+    return f"```text\n{text.rstrip()}\n```"
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Convert links, and insert the help of the command line."""
+    uri = page.file.src_uri
     elsewhere = {uri: source for source, uri in ELSEWHERE.items()}
-    source = elsewhere.get(page.file.src_uri, f"docs/{page.file.src_uri}")
+    source = elsewhere.get(uri, f"docs/{uri}")
+
+    def convert(link: re.Match[str]) -> str:
+        return _converted(link, source, uri, config.repo_url)
+
     parts = FENCE.split(markdown)  # every other part is code, which stays unchanged
-    parts[::2] = [
-        LINK.sub(lambda link: _converted(link, source, page.file.src_uri, config.repo_url), part)
-        for part in parts[::2]
-    ]
+    parts[::2] = [LINK.sub(convert, text) for text in parts[::2]]
     return "".join(parts).replace(HELP_MARK, command_line_help())
 
 
@@ -157,22 +157,26 @@ def _breakable(code: re.Match[str]) -> str:
 
 
 def _converted(link: re.Match[str], source: str, uri: str, repo_url: str | None) -> str:
-    target, _, anchor = link["target"].partition("#")
-    text, path = link["text"], _path(target, source)
+    target, hash_mark, anchor = link["target"].partition("#")
+    text = link["text"]
+    path = _path(target, source)
     if path is None:
         return link[0]
     page = _page(path)
-    if page is None and repo_url:
-        return f"[{text}]({repo_url.rstrip('/')}/blob/main/{path})"
-    if page is None and not (ROOT / path).is_file():  # a folder
-        return text if path in text else f"{text} (`{path}`)"
-    place = posixpath.relpath(page or f"files/{path}.txt", posixpath.dirname(uri) or ".")
-    return f"[{text}]({place}{anchor and f'#{anchor}'})"
+    if page is None:
+        if repo_url:
+            return f"[{text}]({repo_url.rstrip('/')}/blob/main/{path})"
+        if not (ROOT / path).is_file():  # a folder
+            return text if path in text else f"{text} (`{path}`)"
+        page = f"files/{path}.txt"
+    place = posixpath.relpath(page, posixpath.dirname(uri) or ".")
+    return f"[{text}]({place}{hash_mark}{anchor})"
 
 
 def command_line_help() -> str:
-    """A heading and the help of each subcommand; `grpo`, `ppo` and `rloo` import TRL for theirs,
-    and are left out.
+    """A heading and the help of each subcommand.
+
+    `grpo`, `ppo` and `rloo` import TRL for theirs, and are left out.
     """
     names = [name for name, command in COMMANDS.items() if command.adds_help]
     return "\n\n".join(f"### `trl-qurl {name}`\n\n```text\n{_help(name)}```" for name in names)

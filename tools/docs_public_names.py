@@ -21,8 +21,10 @@ REFERENCE = re.compile(r"\[`~?(?P<path>[\w.]+)`\]")
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Insert the table."""
-    above, mark, below = markdown.partition(MARK)
-    return above + table(below) + below if mark else markdown
+    if MARK not in markdown:
+        return markdown
+    above, _, below = markdown.partition(MARK)
+    return above + table(below) + below
 
 
 def table(markdown: str) -> str:
@@ -38,17 +40,14 @@ def table(markdown: str) -> str:
 def named(package: griffe.Module, path: str) -> Iterator[tuple[str, griffe.Object]]:
     """The object itself, or, for a module, everything it defines."""
     thing = package[path.removeprefix("trl_qurl.")]
-    thing = thing.final_target if thing.is_alias else thing
+    if thing.is_alias:
+        thing = thing.final_target
     if not thing.is_module:
         yield path, thing
         return
     for name, member in thing.members.items():
-        if (
-            not member.is_alias
-            and not member.is_module
-            and not name.startswith("_")
-            and member.has_docstring
-        ):
+        is_from_elsewhere = member.is_alias or member.is_module
+        if not is_from_elsewhere and not name.startswith("_") and member.has_docstring:
             yield f"{path}.{name}", member
 
 

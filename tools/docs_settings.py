@@ -43,26 +43,28 @@ def table(names: list[str]) -> str:
         config_class = getattr(config, name)
         fields = {field.name: field for field in dataclasses.fields(config_class)}
         for entry in ENTRY.finditer(inspect.getdoc(config_class) or ""):
-            if field := fields.get(entry["name"]):
-                lines.append(
-                    f"| `{field.name}` | `{default(field)}` | {meaning(field.name, entry['text'])} "
-                    "|"
-                )
+            field = fields.get(entry["name"])
+            if field is not None:
+                text = meaning(field.name, entry["text"])
+                lines.append(f"| `{field.name}` | `{default(field)}` | {text} |")
     return "".join(f"{line}\n" for line in lines)
 
 
 def default(field: "dataclasses.Field") -> str:
     """Return a field's default as Python code, with the quotes of the documentation."""
-    value = (
-        field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-    )
+    value = field.default
+    if field.default_factory is not dataclasses.MISSING:
+        value = field.default_factory()
     return repr(value).replace("'", '"')
 
 
 def meaning(name: str, text: str) -> str:
     """Return a docstring's entry as Markdown for a cell."""
-    text = re.sub(r"\[`~?[\w.]*?(\w+)`\]", r"`\1`", " ".join(text.split())).replace("|", "\\|")
-    return f"{text} [More]({SEE[name]})." if name in SEE else text
+    text = " ".join(text.split())
+    text = re.sub(r"\[`~?[\w.]*?(\w+)`\]", r"`\1`", text).replace("|", "\\|")
+    if name in SEE:
+        text += f" [More]({SEE[name]})."
+    return text
 
 
 def main() -> None:

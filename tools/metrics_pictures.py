@@ -54,12 +54,11 @@ PANELS = (
 def figures() -> dict[str, list[str]]:
     """By metric, each run's mean over its last 20 rollouts as the page prints it."""
     runs = [read_run(RUNS / f"{shown.file}.jsonl.gz") for shown in SHOWN]
-    return {
-        panel.metric: [
-            format(final_value(points_of(run, panel.metric)) or 0.0, panel.printed) for run in runs
-        ]
-        for panel in PANELS
-    }
+    printed = {}
+    for panel in PANELS:
+        values = [final_value(points_of(run, panel.metric)) or 0.0 for run in runs]
+        printed[panel.metric] = [format(value, panel.printed) for value in values]
+    return printed
 
 
 def draw() -> Figure:
@@ -69,14 +68,10 @@ def draw() -> Figure:
     for axes, panel in zip(all_axes, PANELS, strict=True):
         for shown in SHOWN:
             points = points_of(read_run(RUNS / f"{shown.file}.jsonl.gz"), panel.metric)
-            axes.plot(*points, color=shown.color, alpha=0.25, linewidth=0.7)
-            axes.plot(
-                *smooth(points, WINDOW),
-                shown.dashes,
-                color=shown.color,
-                linewidth=1.8,
-                label=shown.label,
-            )
+            line = smooth(points, WINDOW)
+            color = shown.color
+            axes.plot(*points, color=color, alpha=0.25, linewidth=0.7)
+            axes.plot(*line, shown.dashes, color=color, linewidth=1.8, label=shown.label)
         axes.set_title(panel.title, fontsize=11, loc="left")
         axes.set_xlabel("rollout", fontsize=10)
         axes.tick_params(labelsize=10)

@@ -33,8 +33,9 @@ VENV_PYTHON = VENV / "bin" / "python"
 STATE_FILE = VENV / "trl-qurl-setup.json"
 LOG_FILE = VENV / "trl-qurl-setup.log"
 
-OLDEST_PYTHON, NEWEST_PYTHON = (3, 11), (3, 13)  # what the lock files are for
-# installed size plus room to unpack; the CPU profile took 4.8 at its peak
+OLDEST_PYTHON = (3, 11)  # what the lock files are for
+NEWEST_PYTHON = (3, 13)
+# Installed size plus room to unpack; the CPU profile took 4.8 at its peak.
 DISK_NEEDED_GB = {"cpu": 6, "gpu": 20}
 SECONDS_BETWEEN_REPORTS = 10
 LOG_LINES_SHOWN = 15
@@ -50,7 +51,8 @@ def main() -> None:
     )
     profile = parser.parse_args().profile
     check_platform()
-    profile = profile_of_this_machine() if profile == "auto" else profile
+    if profile == "auto":
+        profile = profile_of_this_machine()
     lock_file = ROOT / "requirements" / f"{profile}.lock"
     wanted = {
         "profile": profile,
@@ -106,9 +108,7 @@ def profile_of_this_machine() -> str:
 
 
 def fingerprint(*files: Path) -> str:
-    """A hash of the files' contents and of the environment's
-    path, which the scripts in it contain.
-    """
+    """A hash of the files' contents and of the environment's path, which its scripts contain."""
     digest = hashlib.sha256(str(VENV).encode())
     for file in files:
         digest.update(file.read_bytes())
@@ -116,11 +116,11 @@ def fingerprint(*files: Path) -> str:
 
 
 def read_state() -> dict[str, object]:
-    """What the last run recorded; empty if there was none, or if
-    the environment's Python is gone.
-    """
+    """What the last run recorded; empty without one, or if the environment's Python is gone."""
+    if not os.access(VENV_PYTHON, os.X_OK):
+        return {}
     try:
-        return json.loads(STATE_FILE.read_text()) if os.access(VENV_PYTHON, os.X_OK) else {}
+        return json.loads(STATE_FILE.read_text())
     except (OSError, ValueError):
         return {}
 
@@ -147,21 +147,19 @@ def only_one_at_a_time() -> Iterator[None]:
 
 
 def must_be_created(state: dict[str, object], wanted: dict[str, object]) -> bool:
-    """False if there is an environment with a working pip, and it was not made for another profile
-    or Python.
-    """
+    """Whether there is no environment for this profile and Python with a working pip."""
     if not os.access(VENV_PYTHON, os.X_OK):
         return True
     if any(state.get(key, wanted[key]) != wanted[key] for key in ("profile", "python")):
         return True
-    return (
-        subprocess.run([VENV_PYTHON, "-m", "pip", "--version"], capture_output=True).returncode != 0
-    )
+    pip = subprocess.run([VENV_PYTHON, "-m", "pip", "--version"], capture_output=True)
+    return pip.returncode != 0
 
 
 def create_venv(profile: str) -> None:
-    """Create an empty environment, after removing an old one: the two profiles overwrite each
-    other's files.
+    """Create an empty environment, after removing an old one.
+
+    The two profiles overwrite each other's files.
     """
     if importlib.util.find_spec("ensurepip") is None:
         fail(
@@ -173,7 +171,8 @@ def create_venv(profile: str) -> None:
     if VENV.exists():
         VENV.rename(old)
     shutil.rmtree(old, ignore_errors=True)
-    free_gb, needed_gb = shutil.disk_usage(ROOT).free / 1e9, DISK_NEEDED_GB[profile]
+    free_gb = shutil.disk_usage(ROOT).free / 1e9
+    needed_gb = DISK_NEEDED_GB[profile]
     if free_gb < needed_gb:
         fail(
             f"the {profile} profile needs about {needed_gb} GB of disk space, and {ROOT} has "
@@ -186,7 +185,7 @@ def create_venv(profile: str) -> None:
 def forget_half_installed() -> None:
     """Remove the metadata of every package that is incomplete on disk, so pip installs it again."""
     for site_packages in VENV.glob("lib/python*/site-packages"):
-        # pip's names for files that an unfinished upgrade was removing
+        # An unfinished upgrade leaves files that it was removing under such names.
         for leftover in site_packages.glob("~*"):
             shutil.rmtree(leftover, ignore_errors=True)
         for metadata in site_packages.glob("*.dist-info"):
@@ -196,40 +195,30 @@ def forget_half_installed() -> None:
 
 
 def is_whole(metadata: Path) -> bool:
-    """True if pip has written INSTALLER, which it does last, and each file has the size that RECORD
-    lists.
+    """True if pip has finished, and each file has the size that RECORD lists.
 
-    Bytecode is ignored, because Python rewrites it.
+    INSTALLER is what pip writes last. Bytecode is ignored, because Python rewrites it.
     """
+    if not (metadata / "INSTALLER").exists():
+        return False
     try:
         with open(metadata / "RECORD", newline="") as record:
-            rows = [
-                (path, size)
-                for path, _, size in csv.reader(record)
-                if size and not path.endswith(".pyc")
-            ]
-        sizes = [(metadata.parent / path, int(size)) for path, size in rows]
-        return (metadata / "INSTALLER").exists() and all(
-            path.stat().st_size == size for path, size in sizes
-        )
+            for name, _, size in csv.reader(record):
+                if not size or name.endswith(".pyc"):
+                    continue
+                if (metadata.parent / name).stat().st_size != int(size):
+                    return False
     except (OSError, ValueError):
         return False
+    return True
 
 
 def pip_install(title: str, *arguments: str | Path) -> None:
     """Run `pip install`, with its output in the log file and an occasional line on the screen."""
     print(title, flush=True)
-    command = [
-        VENV_PYTHON,
-        "-m",
-        "pip",
-        "install",
-        "--no-input",
-        "--progress-bar",
-        "off",
-        *arguments,
-    ]
-    packages, reported = 0, time.monotonic()
+    command = [VENV_PYTHON, "-m", "pip", "install", "--no-input", "--progress-bar=off", *arguments]
+    packages = 0
+    reported = time.monotonic()
     with (
         open(LOG_FILE, "a") as log,
         subprocess.Popen(
@@ -239,10 +228,8 @@ def pip_install(title: str, *arguments: str | Path) -> None:
         for line in process.stdout or ():
             log.write(line)
             if line.startswith("Installing collected packages: ") and "," in line:
-                print(
-                    f"      unpacking {line.count(',') + 1} packages, which may take minutes",
-                    flush=True,
-                )
+                count = line.count(",") + 1
+                print(f"      unpacking {count} packages, which may take minutes", flush=True)
             if line.startswith("Collecting "):
                 packages += 1
                 if time.monotonic() - reported > SECONDS_BETWEEN_REPORTS:

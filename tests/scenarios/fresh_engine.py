@@ -23,11 +23,16 @@ def probe(argument: str) -> list[float]:
     settings, adapter = ENGINE | {"kv_cache_dtype": cache or "auto"}, None
     if (path := Path(checkpoint, "adapter")).is_dir():
         if current_platform.is_cpu():
-            import trl_qurl.rollout.engine.cpu  # noqa: F401, registers the loader
+            import trl_qurl.rollout.repairs.cpu_adapters  # noqa: F401, registers the loader
         settings |= {"enable_lora": True, "max_lora_rank": 8, "load_format": "trl-qurl-cpu"}
         adapter = LoRARequest("saved", 1, str(path))
     engine = LLM(checkpoint, **settings, max_model_len=64, max_num_seqs=16)
     KEPT.append(engine)
+    return answer(engine, adapter)
+
+
+def answer(engine: LLM, adapter: LoRARequest | None = None) -> list[float]:
+    """The log-probabilities of an engine."""
     params = SamplingParams(max_tokens=1, prompt_logprobs=0)
     prompt = {"prompt_token_ids": PROBE}
     [output] = engine.generate([prompt], params, use_tqdm=False, lora_request=adapter)

@@ -92,7 +92,7 @@ def run(options: argparse.Namespace) -> dict:
         "after": gather_object([train.engine_logps(trainer)]),
         "processes": trainer.accelerator.num_processes,
         "held_share": held / whole,
-        "probed": generation.pop_cost().check_s > 0,
+        "probed": generation.cost.take().check_s > 0,
     }
 
 

@@ -230,11 +230,11 @@ def run(options: argparse.Namespace) -> dict:
         critic_start = {
             name: p.detach().clone() for name, p in trainer.critic.model.named_parameters()
         }
-    trainer.vllm_generation.pop_cost()  # of the engine's start
+    trainer.vllm_generation.cost.take()  # of the engine's start
     trainer.vllm_generation.sync_weights()
     record = {
         "probe_start": engine_logps(trainer),
-        "whole_mb": trainer.vllm_generation.pop_cost().sent_bytes / 1e6,
+        "whole_mb": trainer.vllm_generation.cost.take().sent_bytes / 1e6,
     }
     # the first rollout is to sync as it would without the probe above
     trainer.vllm_generation.sync._sent = None
@@ -248,6 +248,7 @@ def run(options: argparse.Namespace) -> dict:
     trainer.train(resume_from_checkpoint=options.resume)
 
     adapter = {name: p.clone() for name, p in trainer.model.named_parameters() if "lora_" in name}
+    record["is_proven"] = not trainer.vllm_generation.sync.needs_proof
     trainer.vllm_generation.sync_weights()
     record["adapter_untouched"] = all(
         torch.equal(p, adapter[name])

@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, field
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from trl_qurl.cli.options import add_ignore, add_scheme
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from transformers import PreTrainedModel
 
     from trl_qurl.quantization.plan import Formats
 
@@ -51,14 +53,16 @@ def split_schemes(text: str) -> list[str]:
 
 
 def read_schemes(names: Sequence[str]) -> dict[str, Formats]:
-    """Return formats, as `--scheme` lists them, by short name; `ValueError` if one is unknown or
-    there twice.
+    """Return formats, as `--scheme` lists them, by short name.
+
+    Raises `ValueError` if one is unknown or there twice.
     """
     from trl_qurl.quantization.plan import format_name, read_formats
 
-    formats: dict[str, Formats] = {
-        format_name(form := read_formats(name, "--scheme")): form for name in names
-    }
+    formats: dict[str, Formats] = {}
+    for name in names:
+        form = read_formats(name, "--scheme")
+        formats[format_name(form)] = form
     if len(formats) < len(names):
         raise ValueError(f"--scheme is {','.join(names)}: list each format once.")
     return formats
@@ -91,9 +95,7 @@ def check_output(path: Path) -> None:
 
 
 def candidates(names: Sequence[str] | None) -> dict[str, Formats]:
-    """Return the named formats without 16 bits, the baseline; without names, all with kernels on
-    this machine.
-    """
+    """Return the named formats, or else all with kernels on this machine; never the baseline."""
     from trl_qurl.rollout.engine.hardware import available_formats
 
     formats = read_schemes(available_formats() if names is None else names)
@@ -105,14 +107,16 @@ def candidates(names: Sequence[str] | None) -> dict[str, Formats]:
 
 
 def fitting_formats(
-    model: Any, names: Sequence[str] | None, ignore: Sequence[str], say: Callable[[str], None]
+    model: PreTrainedModel,
+    names: Sequence[str] | None,
+    ignore: Sequence[str],
+    say: Callable[[str], None],
 ) -> dict[str, Formats]:
-    """Return the named formats; without `names`, all that fit the model: `say` gets a message for
-    each other one.
+    """Return the named formats, or else all that fit the model.
 
-    The model's weights are not needed. Raises `ValueError` if a requested format does not fit, or
-    there is nothing to quantize; `kernel_environment` warns and raises here, too, because the
-    engines' processes are silent.
+    `say` gets a message for each that is left out. The model's weights are not needed. Raises
+    `ValueError` if a requested format does not fit, or there is nothing to quantize;
+    `kernel_environment` warns and raises here, too, because the engines' processes are silent.
     """
     from trl_qurl.quantization.plan import make_plan, schemes_of
     from trl_qurl.rollout.engine.hardware import kernel_environment
@@ -126,17 +130,22 @@ def fitting_formats(
                 raise
             say(f"{label(name)} is left out: {error}")
             del fitting[name]
-    kernel_environment(*(each for formats in fitting.values() for each in schemes_of(formats)))
+    schemes = chain.from_iterable(map(schemes_of, fitting.values()))
+    kernel_environment(*schemes)
     return fitting
 
 
 def label(name: str | Mapping[str, str]) -> str:
-    """Return the display name of a format, or formats by pattern, keeping what follows it, as in
-    `int8, 3 kept`.
+    """Return the display name of a format, or formats by pattern.
+
+    What follows the name stays, as in `int8, 3 kept`.
     """
-    name = "-".join(dict.fromkeys(name.values())) if isinstance(name, Mapping) else name
+    if isinstance(name, Mapping):
+        name = "-".join(dict.fromkeys(name.values()))
+    if name == BASELINE:
+        return "16 bits"
     scheme, comma, rest = name.partition(",")
-    return "16 bits" if name == BASELINE else scheme.upper() + comma + rest
+    return scheme.upper() + comma + rest
 
 
 def new_table(title: str, caption: str, names: Sequence[str], figures: Sequence[str]) -> Table:

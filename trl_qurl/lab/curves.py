@@ -22,7 +22,13 @@ FINAL_ROLLOUTS = 20
 # Okabe and Ito's colors, except for yellow: it is too light for a line. Dashes are for print and
 # color-blind readers.
 COLORS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-DASHES = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5)), (0, (3, 1, 1, 1, 1, 1)))
+DASHES = (
+    "-",
+    (0, (5, 1.5)),
+    (0, (1.2, 1.2)),
+    (0, (6, 1.5, 1.2, 1.5)),
+    (0, (3, 1, 1, 1, 1, 1)),
+)
 
 
 class Points(NamedTuple):
@@ -33,8 +39,9 @@ class Points(NamedTuple):
 
 
 def points_of(run: Run, metric: str) -> Points:
-    """Return the finite values of a metric over rollouts. A row from within a rollout counts for
-    that rollout.
+    """Return the finite values of a metric over rollouts.
+
+    A row from within a rollout counts for that rollout.
     """
     updates = run.settings.get("updates_per_rollout") or 1
     logged = [
@@ -42,7 +49,8 @@ def points_of(run: Run, metric: str) -> Points:
         for step, value in run.series(metric)
         if math.isfinite(value)
     ]
-    return Points(*np.array(logged, dtype=np.float64).reshape(-1, 2).T)
+    columns = np.array(logged, dtype=np.float64).reshape(-1, 2).T
+    return Points(*columns)
 
 
 def final_value(points: Points, window: int = FINAL_ROLLOUTS) -> float | None:
@@ -52,19 +60,23 @@ def final_value(points: Points, window: int = FINAL_ROLLOUTS) -> float | None:
 
 
 def interval(points: Points, answers: Points) -> tuple[Values, Values]:
-    """Return the ends of Wilson's 95 % intervals of shares of right answers; `answers` counts them
-    at each point.
+    """Return the ends of Wilson's 95 % intervals of shares of right answers.
+
+    `answers` has the number of answers at each point.
     """
-    z2, n, share = 1.96**2, np.interp(points.rollouts, *answers), points.values
+    z2 = 1.96**2
+    n = np.interp(points.rollouts, answers.rollouts, answers.values)
+    share = points.values
+    scale = 1 + z2 / n
+    center = share + z2 / (2 * n)
     half = np.sqrt(z2 * (share * (1 - share) + z2 / (4 * n)) / n)
-    return (share + z2 / (2 * n) - half) / (1 + z2 / n), (share + z2 / (2 * n) + half) / (
-        1 + z2 / n
-    )
+    return (center - half) / scale, (center + half) / scale
 
 
 def smooth(points: Points, window: float) -> Points:
-    """Average each value with those within (window − 1) / 2 rollouts, because single rollouts are
-    noisy.
+    """Average each value with those within (window − 1) / 2 rollouts.
+
+    Single rollouts are noisy.
     """
     near = np.abs(points.rollouts[:, None] - points.rollouts) <= (window - 1) / 2  # (N, N)
     return Points(points.rollouts, near @ points.values / near.sum(1))

@@ -1,6 +1,4 @@
-"""Settings that depend on this machine's device: the 16-bit type, and fixes for TRL defaults that
-fail on a CPU.
-"""
+"""Settings that depend on this machine: its 16-bit type, and TRL defaults that fail on a CPU."""
 
 from __future__ import annotations
 
@@ -9,8 +7,9 @@ import os
 import platform
 
 BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")
-"""Torch's names of instructions that multiply bfloat16 (x86, x86, ARM). Without them, bfloat16 is
-emulated.
+"""Torch's names of instructions that multiply bfloat16 (x86, x86, ARM).
+
+Without them, bfloat16 is emulated.
 """
 
 
@@ -35,7 +34,9 @@ def keep_freed_memory() -> None:
 
     is_set = any(name.startswith("MALLOC_") for name in os.environ)
     if not is_set and platform.libc_ver()[0] == "glibc" and not torch.accelerator.is_available():
-        trim_threshold, mmap_threshold, largest = -1, -3, 2**31 - 1  # from malloc.h
+        trim_threshold = -1  # numbers of malloc.h
+        mmap_threshold = -3
+        largest = 2**31 - 1
         libc = ctypes.CDLL(None)
         libc.mallopt(mmap_threshold, largest)
         libc.mallopt(trim_threshold, largest)
@@ -48,7 +49,6 @@ def full_precision() -> tuple[str, str]:
     """
     import torch
 
-    # Turing
     if torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False):
-        return "FP16", "float16"
+        return "FP16", "float16"  # as on Turing
     return "BF16", "bfloat16"

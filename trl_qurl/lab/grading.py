@@ -70,10 +70,10 @@ VARIABLES = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{1,2}$")  # at the end of a form
 
 
 def as_solution(answer: str) -> str:
-    r"""Return the final answer of a text: `$18$` for a number, `$\text{Paris}$` for a text, `$x +
-    1$` for a formula.
+    r"""Return the final answer of a text, in the last `\boxed{}` or after `####`.
 
-    The final answer is in the last `\boxed{}`, or follows `####`. A solution stays as it is.
+    It is `$18$` for a number, `$\text{Paris}$` for a text, `$x + 1$` for a formula. A solution
+    stays as it is.
     """
     boxes = _split_at_boxes(answer)[1::2]
     final = boxes[-1] if boxes else answer.rpartition("####")[2]
@@ -108,7 +108,7 @@ def accuracy_reward(completions: list[Any], solution: list[str], **kwargs: Any) 
         if is_text(right):
             is_right = {_as_words(box) for box in boxes} == {_as_words(right)}
         else:
-            # TRL cannot read all formulas
+            # TRL cannot read all formulas.
             is_same = {_as_formula(box) for box in boxes} == {_as_formula(right)}
             is_right = bool(boxes) and (is_equal or is_same)
         rewards.append(float(is_right))
@@ -118,8 +118,9 @@ def accuracy_reward(completions: list[Any], solution: list[str], **kwargs: Any) 
 def _compare_formulas(
     split: list[list[str]], solutions: list[str], kwargs: dict[str, Any]
 ) -> list[bool]:
-    """Compare boxes with solutions by TRL's reward, with and without percent signs: to it, 12.5% is
-    only 0.125.
+    """Compare boxes with solutions by TRL's reward, with and without percent signs.
+
+    To TRL, 12.5% is only 0.125.
     """
     from trl.rewards import accuracy_reward as compare
 
@@ -131,8 +132,8 @@ def _compare_formulas(
     readable_solutions = [f"${_for_trl(solution[1:-1])}$" for solution in solutions]
     grades = compare([[{"content": text}] for text in texts], readable_solutions, **kwargs)
     are_equal = [grade == 1.0 for grade in grades]  # None where TRL cannot read the solution
-    pairs = list(zip(texts, readable_solutions, strict=True))
-    percents = [row for row, pair in enumerate(pairs) if "\\%" in "".join(pair)]
+    pairs = zip(texts, readable_solutions, strict=True)
+    percents = [row for row, (text, right) in enumerate(pairs) if "\\%" in text + right]
     without = [[{"content": texts[row].replace("\\%", "")}] for row in percents]
     grades = compare(without, [readable_solutions[row].replace("\\%", "") for row in percents])
     for row, grade in zip(percents, grades, strict=True):
@@ -141,11 +142,12 @@ def _compare_formulas(
 
 
 def _for_trl(formula: str) -> str:
-    """Keep TRL from dropping primes, and variables that it takes for units, so that `3t` would
-    equal 3.
+    """Keep TRL from dropping primes, and variables that it takes for units.
+
+    To TRL, `3t` would equal 3.
     """
     formula = formula.replace("'", "^{\\prime}")
-    # TeX that TRL does not read in a box
+    # TRL does not read this TeX in a box.
     formula = re.sub(r"\\sqrt\s?(\d)", r"\\sqrt{\1}", formula)
     *before, last = re.split(r"[\d}]", formula)
     has_unit = bool(before) and _is_unit(last)
@@ -155,9 +157,7 @@ def _for_trl(formula: str) -> str:
 
 
 def _split_at_boxes(text: str) -> list[str]:
-    r"""Return the text before a `\boxed{}`, what the box holds, the text up to the next one, what
-    that holds, ...
-    """
+    r"""Return the texts outside and inside each `\boxed{}`, in turn; the last one is outside."""
     parts = []
     start = 0
     opened: list[re.Match[str]] = []
@@ -184,9 +184,7 @@ def _as_formula(text: str) -> str:
 
 
 def _as_number(plain: str) -> str | None:
-    r"""Return `-12500`, `0.5`, `50\%` or `\frac{3}{2}` for a
-    number as people write it, or nothing.
-    """
+    r"""Return `-12500`, `0.5`, `50\%` or `\frac{3}{2}` for a number as people write it."""
     match = NUMBER.match(plain)
     if match is None or not _is_unit(plain[match.end() :]):
         return None
@@ -221,15 +219,15 @@ def _is_unit(text: str) -> bool:
 
 
 def _is_worded(plain: str) -> bool:
-    """Return whether an answer that is no number is a text: a code, a letter, or words without
-    signs of a formula.
+    """Return whether an answer that is no number is a text.
+
+    A text is a code, a letter, or words without signs of a formula.
     """
     if CODE.fullmatch(plain) or LETTER.fullmatch(plain):
         return True
-    words = [
-        word for word in WORD.findall(plain.replace(".", "")) if not re.fullmatch(FUNCTIONS, word)
-    ]
-    return bool(words) and SYMBOLS.search(plain) is None
+    words = WORD.findall(plain.replace(".", ""))
+    has_words = any(not re.fullmatch(FUNCTIONS, word) for word in words)
+    return has_words and SYMBOLS.search(plain) is None
 
 
 def _plain(text: str) -> str:

@@ -1,6 +1,4 @@
-"""Lines that say what a run is doing: one while it works, rewritten on a terminal, and one for each
-step.
-"""
+"""Lines that say what a run is doing: one while it works, and one for each step."""
 
 from __future__ import annotations
 
@@ -33,8 +31,9 @@ ALARMS = ("loss", "grad_norm")  # shown only if they are not finite, which indic
 
 @contextmanager
 def live_line(trainer: Any) -> Iterator[None]:
-    """Say what the trainer does while the block runs: every 10 s on one line of a terminal, else
-    once a minute.
+    """Say what the trainer does while the block runs.
+
+    On a terminal, one line is rewritten every 10 s; else a line is printed once a minute.
     """
     ended = threading.Event()
     thread = threading.Thread(target=_report, args=(weakref.proxy(trainer), ended), daemon=True)
@@ -44,56 +43,87 @@ def live_line(trainer: Any) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
-        print(CLEAR * sys.stdout.isatty(), end="", flush=True)
+        if sys.stdout.isatty():
+            print(CLEAR, end="", flush=True)
 
 
 def _report(trainer: Any, ended: threading.Event) -> None:
-    every, step, before = 10 if sys.stdout.isatty() else 60, trainer.state.global_step, 0
-    tokens: dict[str, int] = {}  # of the rollout's answers, by request
-    shown = started = time.monotonic()
+    watch = _Watch(trainer)
     while not ended.wait(1) and trainer.is_world_process_zero():
-        # the engine's state changes meanwhile, and a report must not end a run
+        # The engine's state changes meanwhile, and a report must not end a run.
         with suppress(Exception):
-            now, state, limit = time.monotonic(), trainer.state, trainer.args.max_completion_length
-            llm = getattr(trainer.vllm_generation, "llm", None)  # a server has none
-            unfinished = (
-                list(llm.llm_engine.output_processor.request_states.values()) if llm else []
-            )
-            # others are a sync's probe
-            requests = [each for each in unfinished if each.max_tokens_param == limit]
-            if state.global_step != step:
-                step, started = state.global_step, now
-            if bool(requests) != bool(tokens):
-                tokens, shown, before = {}, now, 0
-            tokens |= {each.request_id: each.detokenizer.num_output_tokens() for each in requests}
-            if now < shown + every:
-                continue
-            total, done, elapsed, shown = (
-                sum(tokens.values()),
-                len(tokens) - len(requests),
-                now - shown,
-                now,
-            )
-            rate, before = (total - before) / elapsed, total
-            if requests:
-                line = (
-                    f"generating: {done} of {len(tokens)} answers, {total:,} tokens, {rate:.0f} "
-                    "tok/s"
-                )
-                allowed = sum(limit - tokens[each.request_id] for each in requests)
-                line += f", at most {clock(allowed / rate)} left" if rate else ""
-            else:
-                took = [
-                    row["time/generate_s"] for row in state.log_history if "time/generate_s" in row
-                ]
-                line = f"step {step + 1}/{state.max_steps}: {clock(now - started)} so far"
-                line += f", generating took {took[-1]:.0f} s last time" if took else ""
-            show_in_place(line)
+            line = watch.next_line()
+            if line is not None:
+                show_in_place(line)
+
+
+class _Watch:
+    """Watches a trainer and its colocated engine, and counts the tokens of a rollout."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._every = 10 if sys.stdout.isatty() else 60  # seconds between lines
+        self._step = trainer.state.global_step
+        self._started = time.monotonic()  # of the step
+        self._shown = self._started  # of the last line
+        self._tokens: dict[str, int] = {}  # of the rollout's answers, by request
+        self._tokens_shown = 0
+
+    def next_line(self) -> str | None:
+        """Return a line, or nothing if the last one is too recent."""
+        now = time.monotonic()
+        unfinished = self._unfinished()
+        step = self._trainer.state.global_step
+        if step != self._step:
+            self._step = step
+            self._started = now
+        if bool(unfinished) != bool(self._tokens):  # a rollout begins, or has ended
+            self._tokens = {}
+            self._tokens_shown = 0
+            self._shown = now
+        self._tokens |= unfinished
+        elapsed = now - self._shown
+        if elapsed < self._every:
+            return None
+        self._shown = now
+        if unfinished:
+            return self._rollout_line(unfinished, elapsed)
+        return self._update_line(now)
+
+    def _unfinished(self) -> dict[str, int]:
+        """Return the tokens of the answers that the engine has not finished, by request."""
+        llm = getattr(self._trainer.vllm_generation, "llm", None)  # a server has none
+        if llm is None:
+            return {}
+        states = dict(llm.llm_engine.output_processor.request_states)
+        return {name: state.detokenizer.num_output_tokens() for name, state in states.items()}
+
+    def _rollout_line(self, unfinished: dict[str, int], elapsed: float) -> str:
+        total = sum(self._tokens.values())
+        rate = (total - self._tokens_shown) / elapsed
+        self._tokens_shown = total
+        answers = len(self._tokens)
+        done = answers - len(unfinished)
+        line = f"generating: {done} of {answers} answers, {total:,} tokens, {rate:.0f} tok/s"
+        if rate:
+            limit = self._trainer.args.max_completion_length
+            allowed = sum(limit - count for count in unfinished.values())
+            line += f", at most {clock(allowed / rate)} left"
+        return line
+
+    def _update_line(self, now: float) -> str:
+        state = self._trainer.state
+        line = f"step {self._step + 1}/{state.max_steps}: {clock(now - self._started)} so far"
+        took = [row["time/generate_s"] for row in state.log_history if "time/generate_s" in row]
+        if took:
+            line += f", generating took {took[-1]:.0f} s last time"
+        return line
 
 
 def show_in_place(line: str, is_last: bool = False) -> None:
-    """Print a line that the next one replaces on a terminal, unless it is the last; in a log, with
-    its date.
+    """Print a line that the next one replaces on a terminal, unless it is the last.
+
+    In a log, the line has its date.
     """
     if sys.stdout.isatty():
         end = "\n" if is_last else "\r"
@@ -104,37 +134,43 @@ def show_in_place(line: str, is_last: bool = False) -> None:
 
 
 def step_line(
-    logs: Mapping[str, Any], step: int, steps: int, step_s: float | None = None, widths: Any = None
+    logs: Mapping[str, Any],
+    step: int,
+    steps: int,
+    step_s: float | None = None,
+    widths: dict[str, int] | None = None,
 ) -> str:
-    """Format a logged row as one line: `METRICS` and the pace, or all numbers of a row without any
-    of `METRICS`.
+    """Format a logged row as one line, with `METRICS` and the pace.
 
-    `step` of `steps` are done, each in `step_s` seconds, if known. `widths` of columns, by metric,
-    are updated.
+    A row without any of `METRICS` is shown with all its numbers. `step` of `steps` are done, each
+    in `step_s` seconds, if known. `widths` of columns, by metric, are updated.
     """
     if "train_runtime" in logs:
         return f"{step}/{steps}  trained for {clock(logs['train_runtime'])}"
+    fields = [f"{step:>{len(str(steps))}}/{steps}" if steps else "before training"]
     numbers = {
         name: value
         for name, value in logs.items()
         if isinstance(value, int | float) and name != "epoch"
     }
-    fields = [
-        f"{name} {numbers[name]}" for name in ALARMS if not math.isfinite(numbers.get(name, 0.0))
-    ]
-    fields += ["eval"] * any(name.startswith("eval_") for name in numbers)
+    for name in ALARMS:
+        if not math.isfinite(numbers.get(name, 0.0)):
+            fields.append(f"{name} {numbers[name]}")
+    if any(name.startswith("eval_") for name in numbers):
+        fields.append("eval")
     numbers = {name.removeprefix("eval_"): value for name, value in numbers.items()}
     known = {name: form.format(numbers[name]) for name, form in METRICS.items() if name in numbers}
-    if widths is not None and "loss" in logs:  # not of evaluations, which have other columns
-        widths |= {name: max(len(text), widths.get(name, 0)) for name, text in known.items()}
-        known = {
-            name: known.get(name, "").ljust(widths[name]) for name in METRICS if name in widths
-        }
+    is_step = "loss" in logs  # and no evaluation, which has other columns
+    if is_step and widths is not None:
+        for name, text in known.items():
+            widths[name] = max(len(text), widths.get(name, 0))
+        shown = [name for name in METRICS if name in widths]
+        known = {name: known.get(name, "").ljust(widths[name]) for name in shown}
     fields += known.values() or [f"{name} {value:.5g}" for name, value in numbers.items()]
-    if step_s is not None and "loss" in logs:
-        fields += [f"{step_s:.3g} s/step", f"left {clock(step_s * (steps - step))}"]
-    place = f"{step:>{len(str(steps))}}/{steps}" if steps else "before training"
-    return "  ".join((place, *fields)).rstrip()
+    if is_step and step_s is not None:
+        left = step_s * (steps - step)
+        fields += [f"{step_s:.3g} s/step", f"left {clock(left)}"]
+    return "  ".join(fields).rstrip()
 
 
 def clock(seconds: float) -> str:

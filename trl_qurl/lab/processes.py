@@ -36,8 +36,9 @@ ENGINE_ENVIRONMENT = {
 
 
 class ChildFailure(ChildProcessError):
-    """A failed command; `status` is its exit status, or the negative number of the signal that
-    killed it.
+    """A failed command.
+
+    `status` is its exit status, or the negative number of the signal that killed it.
     """
 
     def __init__(self, message: str, status: int) -> None:
@@ -70,8 +71,7 @@ def run_child(
     every: float = 60.0,
     environment: Mapping[str, str] = os.environ,
 ) -> None:
-    """Run a command to completion in a separate process group; its output replaces the contents of
-    `log`.
+    """Run a command to completion in a separate process group, with its output in `log`.
 
     `meanwhile` is called with the last output line, every so many seconds and at the end. If the
     command fails, raises `ChildFailure` with its last output lines.
@@ -126,7 +126,8 @@ def call_in_child(
     """
     with tempfile.TemporaryDirectory() as directory:
         command, result = call_command(function, argument, Path(directory))
-        log, environment = result.with_name("log"), ENGINE_ENVIRONMENT | os.environ
+        log = result.with_name("log")
+        environment = ENGINE_ENVIRONMENT | os.environ
         try:
             if shows_output:
                 subprocess.run(command, env=environment, check=True)
@@ -142,10 +143,9 @@ def call_in_child(
 def call_command(
     function: Callable[[Any], Any], argument: Any, directory: Path
 ) -> tuple[list[str], Path]:
-    """Return the command that calls a function of a module in a new process, and the file for its
-    pickled result.
-    """
-    call, result = directory / "call", directory / "result"
+    """Return the command that calls a function of a module, and the file for its pickled result."""
+    call = directory / "call"
+    result = directory / "result"
     call.write_bytes(pickle.dumps((function, argument)))
     code = f"from {__name__} import answer_call; answer_call()"
     return [sys.executable, "-c", code, str(call), str(result)], result
@@ -155,10 +155,10 @@ def answer_call() -> None:
     """Make the call that `call_command` wrote to one file, and write its result to another."""
     die_with_parent()
     quiet()
-    call, result = map(Path, sys.argv[1:])
-    function, argument = pickle.loads(call.read_bytes())
+    call, result = sys.argv[1:]
+    function, argument = pickle.loads(Path(call).read_bytes())
     try:
-        result.write_bytes(pickle.dumps(function(argument)))
+        Path(result).write_bytes(pickle.dumps(function(argument)))
     except (ValueError, OSError) as error:  # errors that a user can fix, as in `trl_qurl.cli.main`
         if shows_everything():
             raise
@@ -172,8 +172,9 @@ def last_lines(log: Path, count: int) -> str:
         text = file.read().decode("utf-8", errors="replace")
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)  # escape sequences
     # Progress bars overwrite their line; keep only the last version.
-    lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n")]
-    return "\n".join([line.rstrip() for line in lines if line.strip()][-count:])
+    lines = [line.rstrip("\r").rpartition("\r")[2].rstrip() for line in text.split("\n")]
+    nonempty = [line for line in lines if line]
+    return "\n".join(nonempty[-count:])
 
 
 if __name__ == "__main__":

@@ -9,9 +9,10 @@ from __future__ import annotations
 import argparse
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trl_qurl.lab.comparison import label as format_label
 from trl_qurl.lab.comparison import new_table
@@ -29,6 +30,7 @@ from trl_qurl.lab.runs import Run, read_run
 from trl_qurl.trainers.run_log import RUN_LOG
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from rich.table import Table
 
 Runs = Mapping[str, Run]
@@ -41,9 +43,10 @@ BOOKKEEPING = re.compile(
     r"|num_completions_to_print|push_to_hub|report_to|resume_from_checkpoint|rollout_checkpoint_dir|run_name|save"
     r"|sync_check|trackio|versions|vllm_(group_port|request_timeout|server)|weight_metrics)(_|$)"
 )
-"""Settings of environment, output, measurements and engine connection, which do not change the
-method.
-"""
+"""Settings of environment, output, measurements and connections, which do not change the method."""
+
+HELD_OUT = re.compile(r"(expected|held_out)_accuracy|eval_(reward|.*_avg@1)")
+"""Metrics that score held-out questions."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,53 +72,74 @@ def run(args: argparse.Namespace) -> int:
     require("A report", "matplotlib", "rich", extra="report")
     from rich.console import Console
 
-    # A directory of runs stands for all of them that have rows.
-    below = {
-        path: [] if (path / RUN_LOG).exists() else sorted(path.glob(f"*/{RUN_LOG}"))
-        for path in args.runs
-    }
-    found = [list(map(read_run, below[path] or [path])) for path in args.runs]
-    logs = [run for each in found for run in [run for run in each if run.rows] or each]
-    if empty := [log.path for log in logs if not log.rows]:
-        raise ValueError(
-            f"{empty[0]} has no rows yet: leave this run out, or wait for its first logging_steps."
-        )
-    runs = label_runs(logs)
+    runs = label_runs(_read_logs(args.runs))
     draw_report(runs, args.output)
     Console().print(build_table(runs))
     print(f"Picture: {args.output}")
     return 0
 
 
+def _read_logs(paths: Sequence[Path]) -> list[Run]:
+    """Read the logs of runs; a directory of runs stands for all of them that have rows."""
+    logs: list[Run] = []
+    for path in paths:
+        files = [path]
+        if not (path / RUN_LOG).exists():
+            files = sorted(path.glob(f"*/{RUN_LOG}")) or [path]
+        found = [read_run(file) for file in files]
+        with_rows = [log for log in found if log.rows]
+        logs += with_rows or found
+    for log in logs:
+        if not log.rows:
+            raise ValueError(
+                f"{log.path} has no rows yet: leave this run out, or wait for its first "
+                "logging_steps."
+            )
+    return logs
+
+
 def label_runs(runs: Sequence[Run]) -> dict[str, Run]:
-    """Name each run by its place and the settings in which the runs differ; runs in places of one
-    name are numbered.
+    """Name each run by its place and the settings in which the runs differ.
+
+    Runs in places of one name are numbered.
+    """
+    shown = _settings_to_show(runs)
+    labels: dict[str, Run] = {}
+    places: Counter[str] = Counter()
+    for run in runs:
+        if run.path.name == RUN_LOG:
+            place = run.path.resolve().parent.name
+        else:
+            place = run.path.name.partition(".")[0]
+        places[place] += 1
+        label = place if places[place] == 1 else f"{place} #{places[place]}"
+        settings = [_describe(name, run.settings[name]) for name in shown[:4]]
+        if len(shown) > 4:
+            settings.append("...")
+        if settings:
+            label += f": {', '.join(settings)}"
+        labels[label] = run
+    return labels
+
+
+def _settings_to_show(runs: Sequence[Run]) -> list[str]:
+    """Return the settings in which runs differ, or else the format and the objective.
 
     Settings that some runs did not record, such as those of a newer TRL, are not compared.
     """
+    recorded_by_all = set.intersection(*(set(run.settings) for run in runs))
     names = [
-        n
-        for n in runs[0].settings
-        if all(n in run.settings for run in runs) and not BOOKKEEPING.match(n)
+        name for name in runs[0].settings if name in recorded_by_all and not BOOKKEEPING.match(name)
     ]
-    differing = [name for name in names if len({str(run.settings[name]) for run in runs}) > 1]
-    shown = differing or [name for name in names if name in ("rollout_quantization", "objective")]
-    shown.sort(key=lambda name: UNNAMED.index(name) if name in UNNAMED else len(UNNAMED))
-    labels: dict[str, Run] = {}
-    for run in runs:
-        settings = [_describe(name, run.settings[name]) for name in shown[:4]] + ["..."] * (
-            len(shown) > 4
-        )
-        place = (
-            run.path.resolve().parent.name
-            if run.path.name == RUN_LOG
-            else run.path.name.partition(".")[0]
-        )
-        number = 1 + sum(label.partition(":")[0].partition(" #")[0] == place for label in labels)
-        labels[
-            f"{place}{f' #{number}' * (number > 1)}: {', '.join(settings)}".removesuffix(": ")
-        ] = run
-    return labels
+    shown = []
+    for name in names:
+        values = {str(run.settings[name]) for run in runs}
+        if len(values) > 1:
+            shown.append(name)
+    if not shown:
+        shown = [name for name in names if name in ("rollout_quantization", "objective")]
+    first = [name for name in UNNAMED if name in shown]
+    return first + [name for name in shown if name not in UNNAMED]
 
 
 def _describe(name: str, value: Any) -> str:
@@ -126,38 +150,43 @@ def _describe(name: str, value: Any) -> str:
 
 def held_out_scores(runs: Runs) -> list[str]:
     """Return the logged metrics that score held-out questions."""
-    logged = {name for run in runs.values() for row in run.rows for name in row}
-    return sorted(
-        name
-        for name in logged
-        if re.fullmatch(r"(expected|held_out)_accuracy|eval_(reward|.*_avg@1)", name)
-    )
+    logged: set[str] = set()
+    for run in runs.values():
+        logged.update(*run.rows)
+    return sorted(name for name in logged if HELD_OUT.fullmatch(name))
 
 
-def seconds_per_rollout(run: Run) -> tuple[float, float, float]:
-    """Average the seconds of a rollout with its updates (a lower bound), its generation and its
-    sync; 0 if not logged.
+class Seconds(NamedTuple):
+    """Mean seconds of a rollout; 0 if not logged."""
+
+    whole: float  # with its updates; a lower bound
+    generation: float
+    sync: float
+
+
+def seconds_per_rollout(run: Run) -> Seconds:
+    """Average the seconds of a rollout, of its generation and of its sync.
 
     The first rollout, which includes the warm-up, is left out. `time/update_s` and `step_time` are
     those of an update.
     """
-
-    def mean(metric: str) -> float:
-        rollouts, values = points_of(run, metric)
-        later = values[rollouts > 1] if (rollouts > 1).any() else values
-        return float(later.mean()) if later.size else 0.0
-
+    generation = _mean_without_warm_up(run, "time/generate_s")
+    sync = _mean_without_warm_up(run, "time/sync_s")
+    logps = _mean_without_warm_up(run, "time/logps_s")
+    values = _mean_without_warm_up(run, "time/values_s")
     updates = run.settings.get("updates_per_rollout") or 1
-    generation, sync = mean("time/generate_s"), mean("time/sync_s")
-    parts = (
-        generation
-        + sync
-        + mean("time/logps_s")
-        + mean("time/values_s")
-        + updates * mean("time/update_s")
-    )
-    # TRL's excludes the optimizer's own step
-    return max(parts, updates * mean("step_time")), generation, sync
+    update = updates * _mean_without_warm_up(run, "time/update_s")
+    # TRL's excludes the optimizer's own step.
+    step = updates * _mean_without_warm_up(run, "step_time")
+    return Seconds(max(generation + sync + logps + values + update, step), generation, sync)
+
+
+def _mean_without_warm_up(run: Run, metric: str) -> float:
+    rollouts, values = points_of(run, metric)
+    is_later = rollouts > 1
+    if is_later.any():
+        values = values[is_later]
+    return float(values.mean()) if values.size else 0.0
 
 
 def build_table(runs: Runs) -> Table:
@@ -178,73 +207,73 @@ def build_table(runs: Runs) -> Table:
         means = [final_value(points_of(run, name), min(half, FINAL_ROLLOUTS)) for name in metrics]
         largest = max(points_of(run, "mismatch/ratio_max").values, default=None)
         seconds = [value or None for value in seconds_per_rollout(run)]
-        table.add_row(label.partition(":")[0], *map(_format, [*means, largest, *seconds]))
+        figures = [_format(value) for value in (*means, largest, *seconds)]
+        table.add_row(label.partition(":")[0], *figures)
     return table
 
 
 def _format(value: float | None) -> str:
-    return "–" if value is None else f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+    if value is None:
+        return "–"
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def draw_report(runs: Runs, path: Path) -> None:
-    """Draw reward, held-out scores and mismatch over rollouts; the path's suffix selects the
-    format.
+    """Draw reward, held-out scores and mismatch over rollouts, in the format of the path's suffix.
+
+    If the number of panels is odd, the first is as wide as two.
     """
     from matplotlib.figure import Figure
 
-    scores = held_out_scores(runs)
-    titles = {
-        "reward": "Reward of the rollouts",
-        **{name: name.replace("_", " ").capitalize() for name in scores},
-    }
-    titles |= {
-        "mismatch/kl_k3": "KL, nats per token",
-        "mismatch/ratio_max": "Largest ratio ρ of each rollout",
-    }
-    rows, odd = -(-len(titles) // 2), len(titles) % 2  # if odd, the first panel is as wide as two
+    titles = {"reward": "Reward of the rollouts"}
+    for name in held_out_scores(runs):
+        titles[name] = name.replace("_", " ").capitalize()
+    titles["mismatch/kl_k3"] = "KL, nats per token"
+    titles["mismatch/ratio_max"] = "Largest ratio ρ of each rollout"
+    cells: list[int | tuple[int, int]] = [*range(1, len(titles) + 1)]
+    if len(titles) % 2:
+        cells = [(1, 2), *range(3, len(titles) + 2)]
+    rows = math.ceil(len(titles) / 2)
     figure = Figure(figsize=(8.4, 2.7 * rows + 0.22 * len(runs) + 0.2), layout="constrained")
-    for position, (metric, title) in enumerate(titles.items(), start=1):
-        axes = figure.add_subplot(rows, 2, (1, 2) if odd and position == 1 else position + odd)
-        for style, (label, run) in enumerate(runs.items()):
-            points, answers = points_of(run, metric), points_of(run, "held_out_answers")
-            if points.values.size:
-                line = (
-                    points
-                    if metric.endswith("_max")
-                    else smooth(points, max(1.0, points.rollouts[-1] / 20))
-                )
-                is_short = points.values.size <= 20  # few points may make no line
-                color, dashes = COLORS[style % len(COLORS)], DASHES[style % len(DASHES)]
-                axes.plot(
-                    *line,
-                    marker="o" if is_short else "",
-                    color=color,
-                    linestyle=dashes,
-                    label=label,
-                    ms=4,
-                )
-                if metric.endswith("accuracy") and answers.values.size:
-                    title = f"{title.partition(',')[0]}, 95 % intervals"
-                    shade = axes.vlines if is_short else axes.fill_between
-                    shade(line.rollouts, *interval(line, answers), color=color, alpha=0.25)
-        axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
-        axes.set_xlabel("rollout", fontsize=9)
-        axes.locator_params(axis="x", integer=True)
-        axes.grid(alpha=0.3, linewidth=0.6)
-        low, high = axes.dataLim.intervaly
-        if metric.startswith("mismatch/") and high > 10 * low > 0:
-            axes.set_yscale("log", subs=(2, 5) if high < 100 * low else ())
-        # do not magnify what hardly changes
-        elif high - low < 0.05 and not metric.startswith("mismatch/"):
-            axes.set_ylim(min(low, -0.02), max(high, 1.02))
-        axes.yaxis.set(major_formatter="{x:g}", minor_formatter="{x:g}")
-    figure.suptitle(
-        ", ".join(
-            sorted({Path(run.settings.get("model") or "").name for run in runs.values()} - {""})
-        )
-    )
+    for cell, (metric, title) in zip(cells, titles.items(), strict=True):
+        _draw_panel(figure.add_subplot(rows, 2, cell), metric, title, runs)
+    models = {Path(run.settings.get("model") or "").name for run in runs.values()}
+    figure.suptitle(", ".join(sorted(models - {""})))
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(
         handles, labels, loc="outside lower left", fontsize=9, frameon=False, handlelength=3.2
     )
     figure.savefig(path, format=path.suffix[1:] or "png", dpi=150)
+
+
+def _draw_panel(axes: Axes, metric: str, title: str, runs: Runs) -> None:
+    """Draw one metric of all runs."""
+    for style, (label, run) in enumerate(runs.items()):
+        points = points_of(run, metric)
+        if not points.values.size:
+            continue
+        line = points
+        if not metric.endswith("_max"):
+            line = smooth(points, max(1.0, points.rollouts[-1] / 20))
+        color = COLORS[style % len(COLORS)]
+        dashes = DASHES[style % len(DASHES)]
+        is_short = points.values.size <= 20  # few points may make no line
+        marker = "o" if is_short else ""
+        axes.plot(*line, marker=marker, color=color, linestyle=dashes, label=label, ms=4)
+        answers = points_of(run, "held_out_answers")
+        if metric.endswith("accuracy") and answers.values.size:
+            title = f"{title.partition(',')[0]}, 95 % intervals"
+            low, high = interval(line, answers)
+            shade = axes.vlines if is_short else axes.fill_between
+            shade(line.rollouts, low, high, color=color, alpha=0.25)
+    axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
+    axes.set_xlabel("rollout", fontsize=9)
+    axes.locator_params(axis="x", integer=True)
+    axes.grid(alpha=0.3, linewidth=0.6)
+    is_mismatch = metric.startswith("mismatch/")
+    low, high = axes.dataLim.intervaly
+    if is_mismatch and high > 10 * low > 0:
+        axes.set_yscale("log", subs=(2, 5) if high < 100 * low else ())
+    elif not is_mismatch and high - low < 0.05:  # do not magnify what hardly changes
+        axes.set_ylim(min(low, -0.02), max(high, 1.02))
+    axes.yaxis.set(major_formatter="{x:g}", minor_formatter="{x:g}")

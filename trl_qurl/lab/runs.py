@@ -49,7 +49,9 @@ def read_run(path: str | os.PathLike[str]) -> Run:
         FileNotFoundError: The log does not exist.
         ValueError: The file is not a run log, or is damaged.
     """
-    file = Path(path, RUN_LOG) if Path(path).is_dir() else Path(path)
+    file = Path(path)
+    if file.is_dir():
+        file /= RUN_LOG
     if not file.is_file():
         raise FileNotFoundError(
             f"The run log {file} does not exist: pass the output_dir of a run, or its {RUN_LOG}."

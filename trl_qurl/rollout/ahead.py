@@ -35,7 +35,7 @@ from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from trl.trainer.utils import RepeatSampler
 
-from trl_qurl.rollout.backend import QuantizedVLLMGeneration, Tokens
+from trl_qurl.rollout.backend import QuantizedVLLMGeneration, Samples, Tokens
 from trl_qurl.rollout.background import in_background
 from trl_qurl.rollout.engine.served import ServedEngine
 from trl_qurl.rollout.errors import ServerError
@@ -117,6 +117,7 @@ class AheadVLLMGeneration(QuantizedVLLMGeneration):
 
     _engine_class = AheadEngine
 
+    upcoming: Tokens | None = None  # prompts to begin next, empty for none; None in evaluation
     _next: Rollout | None = None  # from when it begins until it is returned
 
     def sync_weights(self) -> None:
@@ -129,9 +130,9 @@ class AheadVLLMGeneration(QuantizedVLLMGeneration):
         one.
         """
         self.collect()
-        context, step, waited_s = self.current, self._global_step(), 0.0
+        step, waited_s = self._global_step(), 0.0
         output, sampled_at = None, step
-        if context.upcoming is not None and self._next is not None:
+        if self.upcoming is not None and self._next is not None:
             waited_s = self._next.waited_s
             if all(gather_object([self._next.prompts == prompts])):
                 output, sampled_at = self._next.output, self._next.step
@@ -140,17 +141,17 @@ class AheadVLLMGeneration(QuantizedVLLMGeneration):
             output = super().generate(
                 prompts=prompts, images=images, num_generations=num_generations, **kwargs
             )
-        context.used_engine, context.behavior_logps = True, output[2]
-        if context.upcoming is not None:
-            context.cost.metrics |= {
+        if self.upcoming is not None:
+            self.cost.metrics |= {
                 "time/wait_for_rollout_s": waited_s,
                 "rollout/staleness": float(step - sampled_at),
             }
-        if context.upcoming:
-            self._next = Rollout(context.upcoming, num_generations, step)
+        if self.upcoming:
+            self._next = Rollout(self.upcoming, num_generations, step)
             if self.accelerator.is_main_process:
                 self.vllm_client.out = Request()
             self._sample(self._next.prompts, None, num_generations)
+        self.samples = Samples(prompts, output[1], output[2], images is not None)
         return output
 
     def collect(self) -> None:
@@ -164,14 +165,14 @@ class AheadVLLMGeneration(QuantizedVLLMGeneration):
         started, version, generated_before = (
             time.perf_counter(),
             self.sync.version,
-            self.current.cost.generate_s,
+            self.cost.generate_s,
         )
         rollout.output = super().generate(
             prompts=rollout.prompts, images=None, num_generations=rollout.group_size
         )
         rollout.waited_s += time.perf_counter() - started
         if request is not None and request.seconds is not None:
-            self.current.cost.generate_s = generated_before + request.seconds
+            self.cost.generate_s = generated_before + request.seconds
         if self.sync.version != version:
             rollout.step = self._global_step()
 

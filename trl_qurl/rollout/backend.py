@@ -6,13 +6,11 @@ tensors any number of times. The parent's code still generates completions.
 """
 
 import functools
-import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
 
-import torch
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, gather_object, is_peft_model
 from trl.generation import vllm_generation
@@ -24,11 +22,11 @@ from trl_qurl.quantization.layers import check_recurrent_layers
 from trl_qurl.quantization.merging import Tensors, model_parameters
 from trl_qurl.quantization.plan import format_name
 from trl_qurl.rollout.adapter import adapter_obstacle, adapter_rank, check_rounding, engine_rank
+from trl_qurl.rollout.cost import RolloutCost
 from trl_qurl.rollout.directory import CheckpointFolder
 from trl_qurl.rollout.engine import colocated
 from trl_qurl.rollout.engine.randomness import EngineNoise
 from trl_qurl.rollout.engine.served import ServedEngine
-from trl_qurl.rollout.images import as_plain, check_seen
 from trl_qurl.rollout.preparation import (
     RolloutSettings,
     choose_adapter,
@@ -36,37 +34,26 @@ from trl_qurl.rollout.preparation import (
     prepare_weights,
 )
 from trl_qurl.rollout.prompts import check_room, check_tokens
-from trl_qurl.rollout.recovery import raise_everywhere, recover
+from trl_qurl.rollout.recovery import from_main_process, raise_everywhere, recover
+from trl_qurl.rollout.repairs.finalizer import release_when_deleted
+from trl_qurl.rollout.repairs.image_prompts import as_plain, check_seen
 from trl_qurl.rollout.routes import ROUTES, Route, stream_metadata
 from trl_qurl.rollout.substitution import substitute
-from trl_qurl.rollout.sync import RolloutCost, WeightSync
-from trl_qurl.rollout.wire import COMPILING, Engine
+from trl_qurl.rollout.sync import WeightSync
+from trl_qurl.rollout.wire import COMPILING, Engine, EngineDescription
 
 logger = get_logger(__name__)  # of the main process
 
 Tokens = list[list[int]]
 
 
-@dataclass
-class RolloutContext:
-    """What belongs to one rollout of this process, and what TRL has no arguments for."""
+class Samples(NamedTuple):
+    """What this process's completions were sampled from, and how likely the actor found them."""
 
-    cost: RolloutCost = field(default_factory=RolloutCost)  # since the last rollout
-    used_engine: bool = False  # whether it has synced or generated
-
-    # Before it is generated
-    # prompts of the next rollout, to begin ahead; empty if none follows
-    upcoming: Tokens | None = None
-    # without the tokens of images
-    plain_prompts: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
-    # what TRL's `_generate` returns, if dynamic sampling has generated it before
-    generated: tuple | None = None
-
-    # Afterwards
-    # of the latest completions, as the engine returned
-    behavior_logps: list[list[list[float | None]]] | None = None
-    # (B · processes, functions)
-    rewards: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    prompts: Tokens
+    completions: Tokens
+    behavior_logps: list[list[list[float | None]]]  # of each token, a list with the sampled one's
+    has_images: bool
 
 
 class QuantizedVLLMGeneration(VLLMGeneration):
@@ -78,10 +65,13 @@ class QuantizedVLLMGeneration(VLLMGeneration):
     _engine_class = ServedEngine  # of a server
 
     sync: WeightSync  # keeps the engine at the policy's weights
-    _folder: CheckpointFolder | None = None  # of files that an engine starts from or loads
-    # of a colocated engine; a server gets its noise with each sync
-    _noise: EngineNoise | None = None
+    cost: RolloutCost  # since it was last taken
+    samples: Samples  # the latest
     context: int  # tokens of a prompt and its completion that the engine holds
+    # Prompts without the tokens that stand for their images, by prompt as the trainer scores it.
+    plain_prompts: dict[tuple[int, ...], list[int]]
+    _folder: CheckpointFolder | None = None  # of files that an engine starts from or loads
+    _noise: EngineNoise | None = None  # of a colocated engine; a server gets it with each sync
 
     def __init__(
         self,
@@ -92,28 +82,13 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         **kwargs: Any,
     ) -> None:
         self.rollout = rollout
+        self.cost = RolloutCost()
+        self.plain_prompts = {}
         self._prompts = prompts  # returns the tokens of a few
         self._global_step = global_step  # optimizer steps so far; part of each version name
-        self.current, self._seconds_in_syncs = RolloutContext(), 0.0
         # RLOO requests no log-probabilities, but the mismatch metrics need them. 0 returns only the
         # sampled token's.
         super().__init__(*args, **{**kwargs, "logprobs": kwargs.get("logprobs") or 0})
-
-    @contextmanager
-    def rollout_context(self) -> Iterator[RolloutContext]:
-        """Yield the context of what is generated inside the block; it takes over costs that nobody
-        has popped.
-        """
-        self.current = RolloutContext(self.current.cost)
-        try:
-            yield self.current
-        finally:
-            self.current = RolloutContext(self.current.cost)
-
-    def pop_cost(self) -> RolloutCost:
-        """Return the cost of rollouts since the last call."""
-        cost, self.current.cost = self.current.cost, RolloutCost()
-        return cost
 
     def _init_vllm(self) -> None:
         check_recurrent_layers(plain_model(self.model))
@@ -122,12 +97,16 @@ class QuantizedVLLMGeneration(VLLMGeneration):
                 "FSDP 1 does not expose single matrices to quantize: set fsdp_version to 2."
             )
         self.weights = prepare_weights(self.model, self.rollout, self.accelerator, self._prompts)
-        engine, route = self._connect() if self.rollout.is_served else self._start_colocated()
-        answer = raise_everywhere(lambda: engine and engine.describe(), route.is_served)
-        [description] = broadcast_object_list([answer])
+        if self.rollout.is_served:
+            engine, route = self._connect()
+        else:
+            engine, route = self._start_colocated()
+        description: EngineDescription = from_main_process(
+            lambda: engine.describe() if engine else None, route.is_served
+        )
         self.context = description.max_model_len
         route.attach(engine, description.dtype)
-        self.sync = WeightSync(route, self.rollout, self._dist, self._global_step)
+        self.sync = WeightSync(route, self.rollout, self.cost, self._global_step)
 
     def _connect(self) -> tuple[Engine | None, Route]:
         """Connect the main process to the server. Return its engine, and every process's route."""
@@ -140,49 +119,46 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         with substitute(vllm_generation, "VLLMClient", client):
             raise_everywhere(super()._init_vllm, join=self.accelerator.wait_for_everyone)
         engine: ServedEngine | None = self.vllm_client if self.accelerator.is_main_process else None
-        [name] = broadcast_object_list(
-            [raise_everywhere(lambda: engine and self._choose_route(engine))]
-        )
+        name: str = from_main_process(lambda: self._choose_route(engine) if engine else None)
         if name == "stream":
-            raise_everywhere(
-                lambda: engine.open_stream(self.accelerator.device) if engine else None
-            )
+            device = self.accelerator.device
+            raise_everywhere(lambda: engine.open_stream(device) if engine else None)
         return engine, self._make_route(name)
 
     def _start_colocated(self) -> tuple[Engine, Route]:
-        """Start an engine in this process, from a checkpoint that describes how its layers are
-        quantized.
-        """
+        """Start an engine in this process, from a checkpoint with the formats of its layers."""
         name = self._choose_route()
         cls: Any = vllm_generation.LLM
         for_adapter: dict[str, Any] = {}
         if name == "adapter":
             cls, for_adapter = colocated.with_adapter(cls, adapter_rank(self.model))
         engine_kwargs = {"seed": self.rollout.seed, **for_adapter, **self.rollout.engine_kwargs}
-        self._noise = EngineNoise(
-            engine_kwargs["seed"], self.accelerator.process_index // self.tensor_parallel_size
-        )
-        plan, arguments = self.weights.plan, {"model_impl": self.model_impl, **engine_kwargs}
-        colocated.prepare_process(
-            plain_model(self.model), self.weights, arguments, self.accelerator.num_processes
-        )
+        number = self.accelerator.process_index // self.tensor_parallel_size
+        self._noise = EngineNoise(engine_kwargs["seed"], number)
+        arguments = {"model_impl": self.model_impl, **engine_kwargs}
+        processes = self.accelerator.num_processes
+        colocated.prepare_process(plain_model(self.model), self.weights, arguments, processes)
         route = self._make_route(name)
-        folder, start = self._folder, None
-        if folder is not None:
-            label = format_name(plan.formats).upper() if plan.schemes else "full-precision"
-            logger.info("Writing %s weights for vLLM to %s.", label, folder.path)
-            start = folder.write("start", route.starting_tensors())
+        start = self._write_start(route)
         logger.info("Starting vLLM%s.", "" if engine_kwargs.get("enforce_eager") else COMPILING)
-        build = functools.partial(
-            colocated.build_engine, cls, start, engine_kwargs, self.max_completion_length or 0
-        )
+        length = self.max_completion_length or 0
+        build = functools.partial(colocated.build_engine, cls, start, engine_kwargs, length)
         with substitute(vllm_generation, "LLM", build):
             super()._init_vllm()
         logger.info("vLLM is ready.")
-        if folder is not None and not self.rollout.round_base:
-            folder.drop_weights("start")
-        colocated.release_when_deleted(self.llm)
-        return colocated.ColocatedEngine(self.llm, self.enable_sleep_mode), route
+        if self._folder is not None and not self.rollout.round_base:
+            self._folder.drop_weights("start")
+        release_when_deleted(self.llm)
+        return colocated.ColocatedEngine(self.llm), route
+
+    def _write_start(self, route: Route) -> Path | None:
+        """Write what a colocated engine starts from, unless that is the model's own checkpoint."""
+        if self._folder is None:
+            return None
+        plan = self.weights.plan
+        label = format_name(plan.formats).upper() if plan.schemes else "full-precision"
+        logger.info("Writing %s weights for vLLM to %s.", label, self._folder.path)
+        return self._folder.write("start", route.starting_tensors())
 
     def _choose_route(self, server: ServedEngine | None = None) -> str:
         """Return how to send weights to the server, or to a colocated engine."""
@@ -197,11 +173,8 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         restart = server.command(engine_rank(rank)) if server and rank else ""
         is_alone, reason = choose_adapter(requested, obstacle, rank, served_rank, restart)
         if is_peft_model(self.model):
-            logger.info(
-                "%s: %s.",
-                "The adapter is sent alone" if is_alone else "The adapter is merged",
-                reason,
-            )
+            way = "The adapter is sent alone" if is_alone else "The adapter is merged"
+            logger.info("%s: %s.", way, reason)
         if self.rollout.round_base:
             check_rounding(self.model, self.weights.plan)
         if is_alone:
@@ -209,103 +182,97 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         if server is None:
             return "stream" if requested == "auto" else requested
         is_sharded = self._dist.is_fsdp or self._dist.is_zero3
-        name, reason = choose_route(
-            requested, self.accelerator.device, server.stream_obstacle, is_sharded
-        )
+        device = self.accelerator.device
+        name, reason = choose_route(requested, device, server.stream_obstacle, is_sharded)
         logger.info("Sending weights to %s by %s: %s.", server.base_url, name, reason)
         return name
 
     def _make_route(self, name: str) -> Route:
-        """Make the route of this name, and the folder of its files, which a colocated engine also
-        starts from.
+        """Make the route of this name, and the folder of its files.
+
+        A colocated engine also starts from that folder, unless it can start from the model itself.
         """
-        rollout, weights = self.rollout, self.weights
-        starts = not rollout.is_served and (
-            weights.plan.schemes or not self.model.name_or_path or name == "adapter"
-        )
-        # At a time: the base of an adapter; or one that is being written, and one that the engine
-        # may still read.
-        checkpoints = {"stream": 1, "adapter": int(bool(starts or rollout.round_base))}.get(name, 2)
-        if starts or name != "stream":
-            writer = CheckpointWriter(plain_model(self.model), self.processing_class, weights.plan)
-            place = rollout.checkpoint_dir, checkpoints * weights.nbytes(), rollout.is_served
-            self._folder = CheckpointFolder(self.accelerator, writer, *place)
+        rollout = self.rollout
+        weights = self.weights
+        needs_own_start = weights.plan.schemes or not self.model.name_or_path or name == "adapter"
+        starts_here = not rollout.is_served and bool(needs_own_start)
+        # How many at a time: one that is being written, and one that the engine may still read.
+        checkpoints = 2
+        if name == "stream":
+            checkpoints = 1
+        elif name == "adapter":  # its base
+            checkpoints = int(starts_here or rollout.round_base)
+        if starts_here or name != "stream":
+            self._folder = CheckpointFolder(
+                self.accelerator,
+                CheckpointWriter(plain_model(self.model), self.processing_class, weights.plan),
+                rollout.checkpoint_dir,
+                checkpoints * weights.nbytes(),
+                rollout.is_served,
+            )
         folder = None if name == "stream" else self._folder
         return ROUTES[name](self.model, weights, rollout.is_served, folder, rollout.round_base)
 
     def sync_weights(self) -> None:
-        """Send the policy's current weights to the engine (`WeightSync.push`). A collective
-        operation.
-        """
+        """Send the policy's current weights to the engine. A collective operation."""
         if self.enable_sleep_mode and not self.rollout.is_served:
             # As the parent does: loading into unmapped memory crashes on some devices.
             vllm_generation.empty_cache()
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
-        self.current.used_engine = True
-        started = time.perf_counter()
-        recover(functools.partial(self.sync.push, self.current.cost), self._reconnect)
-        self._seconds_in_syncs += time.perf_counter() - started
+        recover(self.sync.push, self._reconnect)
 
     def loaded_step(self) -> int:
-        """Return the current step if the engine has the policy's weights, else -1. A collective
-        operation.
-        """
-        return self.sync.loaded_step(self.current.cost)
+        """Return the current step if the engine has the policy's weights, else -1. Collective."""
+        return self.sync.loaded_step()
 
     def policy_parameters(self) -> Tensors:
-        """Yield what a sync sends, before it is quantized. A
-        collective operation: read to the end.
-        """
+        """Yield what a sync sends, before it is quantized. Collective: read to the end."""
         return model_parameters(self.model, merges=True, grid=self.weights.grid)
 
     def generate(self, *args: Any, **kwargs: Any) -> tuple:
-        """Generate as the parent does, from the weights of this run's last sync, and count seconds
-        and tokens.
-        """
+        """Generate as the parent does, from the weights of this run's last sync."""
         return recover(functools.partial(self._generate, args, kwargs), self._reconnect)
 
     def _generate(self, args: tuple, kwargs: dict[str, Any], is_repeated: bool) -> tuple:
         if is_repeated:
-            self.sync.push(self.current.cost, is_repeated=True)
+            self.sync.push(is_repeated=True)
         raise_everywhere(self.sync.require_version, self.rollout.is_served)
-        synced_before, started = self._seconds_in_syncs, time.perf_counter()
-        output = raise_everywhere(lambda: self._sample(*args, **kwargs), self.rollout.is_served)
-        # A server that restarted in the meantime answered from other weights.
-        raise_everywhere(self.sync.require_version, self.rollout.is_served)
-        cost = self.current.cost
-        # sleep mode
-        cost.generate_s += time.perf_counter() - started - (self._seconds_in_syncs - synced_before)
-        cost.tokens += sum(len(completion) for completion in output[1])
-        self.current.used_engine, self.current.behavior_logps = True, output[2]
+        synced_before = self.cost.sync_s
+        with self.cost.timed("generate_s"):
+            output = raise_everywhere(lambda: self._sample(*args, **kwargs), self.rollout.is_served)
+            # A server that restarted in the meantime answered from other weights.
+            raise_everywhere(self.sync.require_version, self.rollout.is_served)
+        self.cost.generate_s -= self.cost.sync_s - synced_before  # in sleep mode, the parent syncs
+        self.cost.tokens += sum(len(completion) for completion in output[1])
         return output
 
-    def _check_prompts(self, prompts: list[list[int]], has_images: bool) -> None:
-        """Raise `ValueError` in all processes if a prompt of one fills the context; warn if
-        completions end early.
+    def _check_prompts(self, prompts: Tokens, has_images: bool) -> None:
+        """Raise `ValueError` in all processes if a prompt of one fills the context.
+
+        Warns if completions end early.
         """
-        longest = max(gather_object([max(map(len, prompts), default=0)]))
-        check_room(longest, self.context, self.max_completion_length or 1)
-        if not has_images:  # their placeholders may be no tokens of the model
-            for prompt in prompts:
-                check_tokens(
-                    prompt, self.model.config.get_text_config().vocab_size, self.processing_class
-                )
+        lengths = gather_object([max(map(len, prompts), default=0)])
+        check_room(max(lengths), self.context, self.max_completion_length or 1)
+        if has_images:  # their placeholders may be no tokens of the model
+            return
+        rows = self.model.config.get_text_config().vocab_size
+        for prompt in prompts:
+            check_tokens(prompt, rows, self.processing_class)
 
     def _sample(
-        self, prompts: list[list[int]], images: list | None, num_generations: int, **kwargs: Any
+        self, prompts: Tokens, images: list | None, num_generations: int, **kwargs: Any
     ) -> tuple:
-        expands = images is not None and not self.rollout.is_served
-        self._check_prompts(prompts, images is not None)
-        plain = (
-            [as_plain(prompt, self.current.plain_prompts) for prompt in prompts]
-            if expands
-            else prompts
-        )
+        has_images = images is not None
+        self._check_prompts(prompts, has_images)
+        expands = has_images and not self.rollout.is_served
+        sent = prompts
+        if expands:
+            sent = [as_plain(prompt, self.plain_prompts) for prompt in prompts]
         try:
             with self._noise_of_generation():
                 output = super().generate(
-                    prompts=plain, images=images, num_generations=num_generations, **kwargs
+                    prompts=sent, images=images, num_generations=num_generations, **kwargs
                 )
         except Exception:
             if self.rollout.is_served and self.accelerator.is_main_process:
@@ -314,6 +281,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
             raise
         if expands:
             check_seen(prompts, output[0])
+        self.samples = Samples(prompts, output[1], output[2], has_images)
         return output
 
     def _noise_of_generation(self) -> AbstractContextManager[None]:
@@ -323,6 +291,6 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         return self._noise.of_generation(self._global_step(), mode)
 
     def _reconnect(self) -> None:
-        self.current.cost.recoveries += 1
+        self.cost.recoveries += 1
         if self.accelerator.is_main_process:
             self.vllm_client.reconnect(self.server_timeout)

@@ -3,15 +3,22 @@
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 import torch
 
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 
-def in_background(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Future:
+
+def in_background(
+    call: Callable[Parameters, Result], *args: Parameters.args, **kwargs: Parameters.kwargs
+) -> Future[Result]:
     """Call a function on a separate thread, with the caller's current device."""
-    device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
-    future: Future = Future()
+    device = None
+    if torch.accelerator.is_available():
+        device = torch.accelerator.current_device_index()
+    future: Future[Result] = Future()
 
     def run() -> None:
         try:

@@ -11,13 +11,11 @@ at each start would trigger another compilation.
 """
 
 import fcntl
-import functools
 import itertools
 import os
 import shutil
 import tempfile
 import weakref
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -33,9 +31,9 @@ LOCK_SUFFIX = ".lock"
 
 
 class CheckpointDirectory:
-    """A new directory for this run's checkpoints, removed with the object, by `remove`, or when the
-    process ends.
+    """A new directory for this run's checkpoints.
 
+    It is removed with the object, by `remove`, or when the process ends.
     Memory (`/dev/shm`) is preferred, because these files are written and read at every sync. If it
     is missing or too small (containers often give it 64 MB), the system's temporary directory is
     used, unless another parent is requested. Raises `OSError` if the directory is not writable or
@@ -55,30 +53,33 @@ class CheckpointDirectory:
 
         Raises `OSError` if another run has taken its place since then.
         """
-        home = self.path.parent
         if not _is_in_place(self.path, self._lock):
-            home.parent.mkdir(parents=True, exist_ok=True)
-            home.mkdir(mode=0o700, exist_ok=True)
-            try:
-                lock = _lock(self.path)
-            except BlockingIOError:
-                raise OSError(
-                    f"{self.path} was removed under this run, by a logout or a cleaner, and "
-                    "another run has taken its place: set rollout_checkpoint_dir to a directory "
-                    "that stays, and resume from the last checkpoint."
-                ) from None
-            self.remove.detach()
-            os.close(self._lock)
-            self._own(lock)
+            self._lock_again()
         os.utime(self._lock)  # cleaners go by age
         self.path.mkdir(mode=0o700, exist_ok=True)
 
+    def _lock_again(self) -> None:
+        home = self.path.parent
+        home.parent.mkdir(parents=True, exist_ok=True)
+        home.mkdir(mode=0o700, exist_ok=True)
+        try:
+            lock = _lock(self.path)
+        except BlockingIOError:
+            raise OSError(
+                f"{self.path} was removed under this run, by a logout or a cleaner, and another "
+                "run has taken its place: set rollout_checkpoint_dir to a directory that stays, "
+                "and resume from the last checkpoint."
+            ) from None
+        self.remove.detach()
+        os.close(self._lock)
+        self._own(lock)
+
 
 class CheckpointFolder:
-    """The directory as all processes of a run share it: one process writes, and all know the path
-    and wait for it.
+    """The directory as all processes of a run share it.
 
-    One process writes for a server; for colocated engines, one process on each node writes.
+    One process writes for a server; for colocated engines, one process on each node writes. All
+    know the path, and wait for the writer.
     """
 
     def __init__(
@@ -91,14 +92,21 @@ class CheckpointFolder:
     ) -> None:
         self._accelerator = accelerator
         self.writer = writer
-        self.is_writer = (
-            accelerator.is_main_process if is_served else accelerator.is_local_main_process
-        )
-        self._directory = raise_everywhere(
-            lambda: CheckpointDirectory(parent, nbytes) if self.is_writer else None
-        )
-        source = 0 if is_served else accelerator.process_index - accelerator.local_process_index
-        self.path: Path = gather_object([self._directory and self._directory.path])[source]
+        if is_served:
+            writing_process = 0
+        else:
+            writing_process = accelerator.process_index - accelerator.local_process_index
+        self.is_writer = accelerator.process_index == writing_process
+        self._directory: CheckpointDirectory | None = None
+
+        def create() -> None:
+            if self.is_writer:
+                self._directory = CheckpointDirectory(parent, nbytes)
+
+        raise_everywhere(create)
+        own_path = None if self._directory is None else self._directory.path
+        paths: list[Path] = gather_object([own_path])
+        self.path = paths[writing_process]
 
     def write(
         self,
@@ -106,12 +114,16 @@ class CheckpointFolder:
         rollout_tensors: NamedTensors,
         write: Callable[[NamedTensors, Path], None] | None = None,
     ) -> Path:
-        """Write a checkpoint from tensors in its format, or call `write` on them. A collective
-        operation.
+        """Write a checkpoint from tensors in its format, or call `write` on them.
+
+        A collective operation.
         """
         path = self.path / name
         save = write or self.writer.write
-        drain: Callable[[], object] = functools.partial(deque, rollout_tensors, maxlen=0)
+
+        def drain() -> None:
+            for _ in rollout_tensors:  # collective operations make them
+                pass
 
         def act() -> None:
             if self._directory is None:
@@ -125,27 +137,29 @@ class CheckpointFolder:
         return path
 
     def remove(self, name: str) -> None:
-        """Remove a checkpoint, if it exists, once no process reads it anymore. A collective
-        operation.
+        """Remove a checkpoint, if it exists, once no process reads it anymore.
+
+        A collective operation.
         """
         self._accelerator.wait_for_everyone()
         if self.is_writer:
             shutil.rmtree(self.path / name, ignore_errors=True)
 
     def drop_weights(self, name: str) -> None:
-        """Remove a checkpoint's weights once the engine has loaded them: the directory may be in
-        memory.
-        """
+        """Remove weights once the engine has loaded them: the directory may be in memory."""
         if self.is_writer:
             for weights in (self.path / name).glob("*.safetensors"):
                 weights.unlink()
 
 
 def _create(requested: str | None, bytes_needed: int) -> tuple[Path, int]:
-    """Create a directory in the first parent that has room. Return it and the open lock file of its
-    owner.
+    """Create a directory in the first parent that has room.
+
+    Returns it and the open lock file of its owner.
     """
-    parents = [Path(requested)] if requested else [Path("/dev/shm"), Path(tempfile.gettempdir())]
+    parents = [Path("/dev/shm"), Path(tempfile.gettempdir())]
+    if requested:
+        parents = [Path(requested)]
     reason = ""
     for parent in parents:
         try:
@@ -181,8 +195,9 @@ def _claim(home: Path) -> tuple[Path, int]:
 
 
 def _lock(directory: Path) -> int:
-    """Lock a directory's lock file and return it, open. Raises `BlockingIOError` while a run holds
-    it.
+    """Lock a directory's lock file and return it, open.
+
+    Raises `BlockingIOError` while a run holds it.
     """
     lock = os.open(f"{directory}{LOCK_SUFFIX}", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:

@@ -10,8 +10,9 @@ class SyncError(RolloutError):
 
 
 class ServerError(RolloutError):
-    """The vLLM server did not answer, reported a failure, or was restarted. `recover` retries what
-    failed.
+    """The vLLM server did not answer, reported a failure, or was restarted.
+
+    `recover` retries what failed.
     """
 
     def __init__(self, message: str, status: int | None = None) -> None:

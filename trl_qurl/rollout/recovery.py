@@ -1,5 +1,4 @@
-"""Retry operations that a vLLM server fault interrupted, in all processes together, once the server
-is back.
+"""Retries what a vLLM server's fault interrupted, in all processes together, once it is back.
 
 Only the main process talks to the server, so only it sees the fault; the others are in a collective
 operation with it. `raise_everywhere` ends that operation in every process with the same error, and
@@ -8,7 +7,7 @@ retried, all weights are sent and checked again.
 """
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list
@@ -24,8 +23,7 @@ Result = TypeVar("Result")
 def raise_everywhere(
     act: Callable[[], Result], is_served: bool = True, join: Callable[[], object] = lambda: None
 ) -> Result:
-    """Return the result of `act`. If it fails in the main process, raise its error in every
-    process.
+    """Return the result of `act`, or raise its error in the main process in every process.
 
     After a failure, `join` runs the collective operations of `act` in which the other processes
     still are. This is a collective operation if a server serves all processes; a colocated engine
@@ -43,17 +41,27 @@ def raise_everywhere(
     outcome = [failure]
     if is_served:
         broadcast_object_list(outcome, from_process=0)
-    if failure := outcome[0] or failure:
+    failure = outcome[0] or failure
+    if failure is not None:
         raise failure
     return result
 
 
+def from_main_process(act: Callable[[], Any], is_served: bool = True) -> Any:
+    """Return in every process what `act` returns in the main process; raise its error everywhere.
+
+    `act` is called in all processes. A collective operation.
+    """
+    results = [raise_everywhere(act, is_served)]
+    broadcast_object_list(results, from_process=0)
+    return results[0]
+
+
 def recover(operation: Callable[[bool], Result], reconnect: Callable[[], None]) -> Result:
-    """Run an operation, retry it after server faults, and return its result. A collective
-    operation.
+    """Run an operation, retry it after server faults, and return its result.
 
     `operation` is called with `True` on a retry. `reconnect`, called before each, waits for the
-    server. Raises the fault after `MAX_RECOVERIES` retries.
+    server. Raises the fault after `MAX_RECOVERIES` retries. A collective operation.
     """
     retries = 0
     while True:

@@ -7,13 +7,13 @@ no library stays patched. docs/upstream.md has the pull request that would end e
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 
 @contextmanager
-def substitute(owner: Any, name: str, replacement: Any) -> Iterator[None]:
-    """Replace `owner.name` inside the block. Raises `AttributeError` if TRL no longer defines the
-    name.
+def substitute(owner: object, name: str, replacement: object) -> Iterator[None]:
+    """Replace `owner.name` inside the block.
+
+    Raises `AttributeError` if TRL no longer defines the name.
     """
     original = getattr(owner, name)
     setattr(owner, name, replacement)

@@ -1,5 +1,4 @@
-"""One sync: send the policy's current weights, quantized, to the engine, and verify that they
-arrived.
+"""One sync: send the policy's current weights, quantized, and verify that they have arrived.
 
 The path of a weight tensor, file by file:
 
@@ -17,26 +16,23 @@ The path of a weight tensor, file by file:
    `quantization/storage.py`).
 7. `rollout/engine/colocated.py` or `served.py`: one call to the engine's workers. A stream to a
    server goes over NCCL (`broadcast.py`).
-8. `rollout/engine/worker.py`: vLLM's own reload, in the worker, with fixes (`cpu.py`, `cuda.py`).
-9. `rollout/checks/reload.py`: layers that the reload left incomplete.
-10. `rollout/checks/tensors.py`: digests on arrival. `rollout/checks/probe.py`: what the engine
-    computes with them.
+8. `rollout/engine/worker.py`: vLLM's own reload, in the worker, with fixes (`rollout/repairs/`).
+9. `rollout/repairs/incomplete_reload.py`: layers that the reload left incomplete.
+10. `rollout/checks/tensors.py`: digests on arrival.
+
+What the engine computes with them shows in the next rollout (`trainers/guard.py`).
 """
 
-import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import gather_object
 from torch.distributed.tensor import DTensor
-from trl.distributed import DistributedBackend
 
-from trl_qurl.quantization.checkpoint_form import expert_layers
 from trl_qurl.quantization.merging import reshard
-from trl_qurl.rollout.checks.probe import ask_engine, judge_probe, run_probe
 from trl_qurl.rollout.checks.tensors import (
     MeteredStream,
     as_integers,
@@ -44,28 +40,19 @@ from trl_qurl.rollout.checks.tensors import (
     find_not_finite,
     require_finite,
 )
+from trl_qurl.rollout.cost import RolloutCost
 from trl_qurl.rollout.errors import ServerError, SyncError
 from trl_qurl.rollout.preparation import RolloutSettings
 from trl_qurl.rollout.recovery import raise_everywhere
 from trl_qurl.rollout.routes import Route
 from trl_qurl.rollout.wire import FRESH, WeightUpdate
 
-Fingerprint = tuple[list[int], bytes, list[str]]
 
+class SentWeights(NamedTuple):
+    """The policy as it was when its weights were sent."""
 
-@dataclass
-class RolloutCost:
-    """The cost of rollouts in this process, and what was measured on the way."""
-
-    quantize_s: float = 0.0  # gathering and rounding
-    # whole syncs without the probe; includes `quantize_s`, any digests and a fingerprint
-    sync_s: float = 0.0
-    check_s: float = 0.0  # digests on both sides, fingerprints and probes
-    sent_bytes: int = 0  # total size of the tensors made for the engine
-    recoveries: int = 0  # from server faults
-    generate_s: float = 0.0
-    tokens: int = 0  # of completions
-    metrics: dict[str, float] = field(default_factory=dict)  # such as those of a probe, by name
+    step: int  # optimizer steps
+    fingerprint: "Fingerprint"
 
 
 @dataclass(eq=False)
@@ -74,39 +61,56 @@ class WeightSync:
 
     route: Route
     settings: RolloutSettings
-    sharding: DistributedBackend  # how the launcher shards the policy
+    cost: RolloutCost  # to which each sync adds its own
     global_step: Callable[[], int]  # optimizer steps so far
 
     def __post_init__(self) -> None:
         self.version = "none"
-        self._sent: Any = None  # the step and the fingerprint of the weights that were sent last
+        # Whether tokens have yet to show that the engine computes the policy's function.
+        self.needs_proof = False
         self.unchanged_since = 0  # step of the first sync that sent the same weights as the last
+        self._sent: SentWeights | None = None
         self._run = uuid.uuid4().hex[:8]
         self._count = 0
-        self._probe_limit: float | None = None  # set by the first check
 
-    def push(self, cost: RolloutCost, is_repeated: bool = False) -> None:
+    def push(self, is_repeated: bool = False) -> None:
         """Send the policy's current weights to the engine. A collective operation.
 
-        Adds to `cost`. Raises `SyncError` if the engine does not hold the weights that were sent,
-        and `RuntimeError` if it could not load them (`ServerError` from a server). A retry after a
-        server fault (`is_repeated`) is always checked and probed, regardless of the interval.
+        A retry after a server fault (`is_repeated`) is always checked, regardless of the interval.
+        Raises `SyncError` if the engine does not hold the weights that were sent, and
+        `RuntimeError` if it could not load them (`ServerError` from a server).
         """
-        route, interval = self.route, self.settings.sync_check_interval
+        route = self.route
+        is_checked = self.settings.sync_check_interval > 0 or is_repeated
         if route.weights.smoothing is not None and not is_repeated:
             route.weights.smoothing.begin_sync()
-        is_checked = interval > 0 or is_repeated
+        if is_repeated or (is_checked and self._count == 0):
+            with self.cost.timed("check_s"):
+                route.check()
+        self.needs_proof |= self._is_due(is_repeated)
+        with self.cost.timed("sync_s"):
+            self._count += 1
+            self.version = f"{self._run}-step{self.global_step()}-sync{self._count}"
+            self._send(is_checked)
+            if torch.accelerator.is_available():
+                # The engine has streams of its own, and seconds should include its copies.
+                torch.accelerator.synchronize()
+            self._remember(SentWeights(self.global_step(), self._fingerprint()))
+
+    def _is_due(self, is_repeated: bool) -> bool:
+        """Return whether the next rollout has to prove that this sync gave the engine a policy."""
+        interval = self.settings.sync_check_interval
+        if is_repeated:
+            return True
+        if interval == 0:
+            return False
         # Digests would hide a race between a receiver's streams, and NCCL has not shown on a GPU
         # that there is none.
-        is_unproven = route.is_served and route.folder is None
-        is_probed = is_checked and (is_repeated or is_unproven or self._count % interval == 0)
-        if is_repeated or (is_checked and self._count == 0):
-            started = time.perf_counter()
-            route.check()
-            cost.check_s += time.perf_counter() - started
-        started = time.perf_counter()
-        self._count += 1
-        self.version = f"{self._run}-step{self.global_step()}-sync{self._count}"
+        is_nccl = self.route.is_served and self.route.folder is None
+        return is_nccl or self._count % interval == 0
+
+    def _send(self, is_checked: bool) -> None:
+        route = self.route
         not_finite: list[str] = []  # tensors with NaN or infinity
         tensors = find_not_finite(route.tensors(), not_finite)
         # Of several processes with an engine, only those that write its files can compare them with
@@ -119,55 +123,38 @@ class WeightSync:
         def verify() -> None:
             require_finite(not_finite)
             if stream.digests is not None and route.engine:
-                cost.check_s += route.engine.compare_digests(stream.digests)
+                self.cost.check_s += route.engine.compare_digests(stream.digests)
             self.require_version()
 
         raise_everywhere(verify, route.is_served)
-        if torch.accelerator.is_available():
-            # the engine has streams of its own, and seconds should include its copies
-            torch.accelerator.synchronize()
-        self._remember(self.global_step(), self._fingerprint(cost))
-        cost.sync_s += time.perf_counter() - started
-        cost.quantize_s += stream.source_s
-        cost.check_s += stream.digest_s
-        cost.sent_bytes += stream.nbytes
-        if is_probed:
-            started = time.perf_counter()
-            cost.metrics |= self._check_probe()
-            cost.check_s += time.perf_counter() - started
+        self.cost.quantize_s += stream.source_s
+        self.cost.check_s += stream.digest_s
+        self.cost.sent_bytes += stream.nbytes
 
-    def _remember(self, step: int, sent: Fingerprint) -> None:
+    def _remember(self, now: SentWeights) -> None:
+        last = self._sent
+        is_later = last is not None and now.step >= last.step  # another training starts at 0 again
         # Without version counters: an optimizer with a learning rate of 0 counts one up as well.
-        # another training starts at 0 again
-        is_later = self._sent is not None and step >= self._sent[0]
-        is_unchanged = is_later and sent[1:] == self._sent[1][1:]
-        self.unchanged_since = self.unchanged_since if is_unchanged else step
-        self._sent = (step, sent)
+        if last is None or not is_later or now.fingerprint.values() != last.fingerprint.values():
+            self.unchanged_since = now.step
+        self._sent = now
 
     def unchanged_steps(self) -> range:
-        """Return the optimizer steps before the last sync that have changed no weight since an
-        earlier one.
-        """
-        last = self.unchanged_since if self._sent is None else self._sent[0]
+        """Return the steps before the last sync that changed no weight since an earlier sync."""
+        last = self.unchanged_since if self._sent is None else self._sent.step
         return range(self.unchanged_since + 1, last + 1)
 
-    def loaded_step(self, cost: RolloutCost) -> int:
-        """Return the current step if the policy has the weights that were sent last. A collective
-        operation.
-        """
-        now = (self.global_step(), self._fingerprint(cost))
-        return now[0] if all(gather_object([now == self._sent])) else -1
+    def loaded_step(self) -> int:
+        """Return the current step if the policy is as it was sent, else -1. Collective."""
+        now = SentWeights(self.global_step(), self._fingerprint())
+        return now.step if all(gather_object([now == self._sent])) else -1
 
-    def _fingerprint(self, cost: RolloutCost) -> Fingerprint:
-        started = time.perf_counter()
-        result = fingerprint(self.route.model)
-        cost.check_s += time.perf_counter() - started
-        return result
+    def _fingerprint(self) -> "Fingerprint":
+        with self.cost.timed("check_s"):
+            return fingerprint(self.route.model)
 
     def require_version(self) -> None:
-        """Raise `SyncError` unless the engine holds the weights of the last sync; `ServerError`
-        after a restart.
-        """
+        """Raise `SyncError` unless the engine holds what was sent, `ServerError` if it is new."""
         engine = self.route.engine
         version = self.version if engine is None else engine.version()
         if version == FRESH:
@@ -181,59 +168,39 @@ class WeightSync:
                 "checkpoint."
             )
 
-    def _check_probe(self) -> dict[str, float]:
-        """Compare the engine with the trainer's own quantized forward pass, if it can run one."""
-        route, model, weights = self.route, self.route.model, self.route.weights
-        if self.sharding.is_zero3:
-            return {}  # a layer's weight is still sharded where the pass would quantize it
-        if expert_layers(weights.plan.schemes):
-            return {}  # the trainer computes experts exactly
-        size = model.config.get_text_config().vocab_size
-        answer = [
-            raise_everywhere(
-                lambda: ask_engine(route.engine, size) if route.engine else None, route.is_served
-            )
-        ]
-        if route.is_served and self.sharding.fsdp_version == 2:
-            # each process holds a shard of the weights
-            broadcast_object_list(answer, from_process=0)
 
-        def judge() -> dict[str, float]:
-            if answer[0] is None:
-                return {}
-            result = run_probe(model, answer[0], weights, route.is_merged)
-            self._probe_limit = judge_probe(result, self._probe_limit)
-            return {"sync/probe_distance": result.distance, "sync/probe_ratio": result.ratio}
+class Fingerprint(NamedTuple):
+    """What tells a policy's weights from later ones."""
 
-        return raise_everywhere(judge, route.is_served)
+    counters: list[int]  # of changes, by parameter
+    sums: bytes  # of bits, and some values, because two changes may cancel in a sum
+    adapters: list[str]  # which are active, and how strongly
+
+    def values(self) -> tuple[bytes, list[str]]:
+        """Return what is the same after a change that changed nothing."""
+        return self.sums, self.adapters
 
 
 def fingerprint(model: Any) -> Fingerprint:
-    """Return what tells weights from later ones: version counters, sums of bits and some values,
-    and what adapters do.
+    """Return the fingerprint of a policy.
 
-    Writing to `.data` counts no version, but changes the sum. Values, because two changes may
-    cancel in a sum.
+    Writing to `.data` counts no version, but changes a sum.
     """
     reshard(model)
-    shards = [getattr(each, "ds_tensor", each).detach() for each in model.parameters()]  # ZeRO-3's
-    tensors = [each.to_local() if isinstance(each, DTensor) else each for each in shards]
-    values = [bit_sum(each).reshape(1).to(model.device) for each in tensors]
-    for integers in map(as_integers, tensors):
-        sampled = torch.arange(
-            0, integers.numel(), max(1, integers.numel() // 64), device=integers.device
-        )
+    parameters = list(model.parameters())
+    values = []
+    for parameter in parameters:
+        shard = getattr(parameter, "ds_tensor", parameter).detach()  # ZeRO-3's
+        tensor = shard.to_local() if isinstance(shard, DTensor) else shard
+        values.append(bit_sum(tensor).reshape(1).to(model.device))
+        integers = as_integers(tensor)
+        step = max(1, integers.numel() // 64)
+        sampled = torch.arange(0, integers.numel(), step, device=integers.device)
         values.append(integers.take(sampled).to(model.device, torch.int64))
     adapters = [
-        each
-        for each in model.modules()
-        if hasattr(each, "base_layer") or hasattr(each, "modules_to_save")
+        str((module.disable_adapters, module.active_adapters, getattr(module, "scaling", None)))
+        for module in model.modules()
+        if hasattr(module, "base_layer") or hasattr(module, "modules_to_save")
     ]
-    in_use = [
-        str((a.disable_adapters, a.active_adapters, getattr(a, "scaling", None))) for a in adapters
-    ]
-    return (
-        [each._version for each in model.parameters()],
-        torch.cat(values).cpu().numpy().tobytes(),
-        in_use,
-    )
+    sums = torch.cat(values).cpu().numpy().tobytes()
+    return Fingerprint([parameter._version for parameter in parameters], sums, adapters)

@@ -15,14 +15,12 @@ from trl_qurl.quantization.checkpoint_form import NamedTensors
 WORKER_EXTENSION = "trl_qurl.rollout.engine.worker.RolloutWorker"
 FRESH = "default"  # version of the weights that an engine starts with
 ADAPTER = "trl-qurl-policy"  # name of the trained adapter among the models that an engine serves
-# of our loader (`cpu`): vLLM's CPU build accepts an adapter on INT8 layers with it
+# of our loader (`repairs/cpu_adapters.py`), with which INT8 layers take an adapter on a CPU
 CPU_LOAD_FORMAT = "trl-qurl-cpu"
-# number of likeliest tokens per step that a probe compares: vLLM's default `max_logprobs`
-PROBE_TOP = 20
 # Prefix of every error about weights that a retry cannot fix. A server returns only the text of its
 # workers' errors.
 NOT_RECEIVED = "The engine did not receive the weights that were sent"
-# name, dtype (vLLM's `"bfloat16"`) and shape of streamed tensors
+# name, dtype (as `"bfloat16"`) and shape of streamed tensors
 TensorMetadata = list[tuple[str, str, list[int]]]
 # what the start of an engine says, unless it is eager
 COMPILING = ", compiling: about a minute, once"
@@ -40,20 +38,10 @@ class WeightUpdate(NamedTuple):
 class EngineDescription(NamedTuple):
     """An engine's description of itself."""
 
-    block_size: int  # tokens per block of the key-value cache
     max_model_len: int  # tokens of the longest sequence
     dtype: str | None  # of the unquantized layers, in torch's spelling; `None` if they differ
     kv_cache_dtype: str = "auto"  # dtype of the key-value cache, in vLLM's spelling
     max_lora_rank: int = 0  # maximum rank of an adapter; 0 if the engine accepts none
-
-
-class Continuation(NamedTuple):
-    """A greedy continuation of a prompt."""
-
-    prompt: list[int]
-    tokens: list[int]
-    # for each token, the log-probabilities of the likeliest ones, in nats
-    logps: list[dict[int, float]]
 
 
 class Engine(ABC):
@@ -72,12 +60,6 @@ class Engine(ABC):
     @abstractmethod
     def clear_caches(self) -> None:
         """Clear the caches of the old weights; `SyncError` if the engine kept them."""
-
-    @abstractmethod
-    def continue_greedily(self, prompts: list[list[int]], steps: int) -> list[Continuation]:
-        """Continue each prompt with its likeliest tokens, past end tokens, without touching any
-        random state.
-        """
 
     @abstractmethod
     def load_stream(self, named_tensors: NamedTensors, update: WeightUpdate) -> None:

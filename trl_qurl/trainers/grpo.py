@@ -8,7 +8,7 @@ and these inputs are added to its batch after it.
 
 import functools
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any
 
@@ -20,10 +20,16 @@ from trl.trainer import grpo_trainer
 from trl_qurl.config import QuRLGRPOConfig
 from trl_qurl.rollout.mismatch import valid_logps
 from trl_qurl.rollout.substitution import substitute
-from trl_qurl.trainers.dynamic_sampling import DynamicSampler, PromptStream, weighted_sum
+from trl_qurl.trainers.dynamic_sampling import (
+    DynamicSampler,
+    FilledBatch,
+    Generated,
+    PromptStream,
+    weighted_sum,
+)
 from trl_qurl.trainers.model_card import QURL
 from trl_qurl.trainers.rollouts import GroupRolloutsMixin
-from trl_qurl.trainers.scoring import cap_of
+from trl_qurl.trainers.scoring import Batch, cap_of
 
 # dropout that a causal model does not have
 OF_OTHER_HEADS = ("classifier", "summary", "seq_classif", "qa_")
@@ -58,6 +64,8 @@ class QuRLGRPOTrainer(GroupRolloutsMixin, GRPOTrainer):
     _paper = QURL
 
     _sampler: DynamicSampler | None = None
+    _filled: FilledBatch | None = None  # by dynamic sampling, while TRL scores it
+    _rewards: torch.Tensor  # of the latest completions, (B · processes, functions)
 
     def __init__(
         self,
@@ -69,30 +77,29 @@ class QuRLGRPOTrainer(GroupRolloutsMixin, GRPOTrainer):
     ) -> None:
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
         if self._objective is not None:  # for TRL's `sampling/*`, and a subclass's own loss
-            self.vllm_importance_sampling_mode, self.vllm_importance_sampling_clip_min = (
-                "token_truncate",
-                None,
-            )
+            self.vllm_importance_sampling_mode = "token_truncate"
+            self.vllm_importance_sampling_clip_min = None
             self.vllm_importance_sampling_clip_max = cap_of(self.args)
         if self.args.dynamic_sampling:
-            trainer = weakref.proxy(self)  # a callback may replace the weights
-
-            def judge(rewards: torch.Tensor) -> torch.Tensor:
-                return weighted_sum(rewards, trainer.reward_weights)
-
-            if self.args.dynamic_sampling_reward is not None:
-                index = self.reward_func_names.index(self.args.dynamic_sampling_reward)
-                judge = functools.partial(torch.select, dim=1, index=index)
             prompts = PromptStream(self.train_dataset, self.args.seed)
+            judge = self._judge_of_groups()
             self._sampler = DynamicSampler(self.num_generations, judge, prompts, self.accelerator)
 
-    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-        self._rollout.generated = None
+    def _judge_of_groups(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return what makes the reward that decides from all, (N, functions) to (N,)."""
+        if self.args.dynamic_sampling_reward is not None:
+            index = self.reward_func_names.index(self.args.dynamic_sampling_reward)
+            return functools.partial(torch.select, dim=1, index=index)
+        trainer = weakref.proxy(self)  # a callback may replace the weights
+        return lambda rewards: weighted_sum(rewards, trainer.reward_weights)
+
+    def _generate_and_score_completions(self, inputs: Any) -> Batch:
+        self._filled = None
         if self._sampler is not None and self.model.training:
             filled = self._sampler.fill(inputs, self)
             self._record(filled.metrics)
             inputs = [sample.row for sample in filled.samples]
-            self._rollout.generated, self._rollout.rewards = filled.generated(), filled.rewards
+            self._filled = filled
         # TRL would score the rollout in advance, for its importance ratio, even if the update
         # scores it.
         corrects = self.vllm_importance_sampling_correction and not self._scores_in_update
@@ -100,56 +107,51 @@ class QuRLGRPOTrainer(GroupRolloutsMixin, GRPOTrainer):
             return super()._generate_and_score_completions(inputs)
 
     def _generate(self, prompts: list) -> tuple:
-        if self._rollout.generated is not None:
-            return self._rollout.generated
-        generated = super()._generate(prompts)
-        if generated[4] is None and self.args.vllm_importance_sampling_correction:
-            way = (
-                "return a list for each completion (the third result of "
-                "trainer.vllm_generation.generate)"
-            )
-            raise ValueError(
-                f"rollout_func returned logprobs=None, but the objective needs them: {way}."
-            )
-        logps = generated[4]
-        if logps is not None and self.rollout_func is not None:
-            logps = returned_logps(logps, generated[1])
-        return (*generated[:4], None if logps is None else valid_logps(logps), *generated[5:])
+        if self._filled is not None:
+            return self._filled.generated()
+        generated = Generated(*super()._generate(prompts))
+        logps = generated.logps
+        if logps is None:
+            if self.args.vllm_importance_sampling_correction:
+                way = (
+                    "return a list for each completion (the third result of "
+                    "trainer.vllm_generation.generate)"
+                )
+                raise ValueError(
+                    f"rollout_func returned logprobs=None, but the objective needs them: {way}."
+                )
+            return generated
+        if self.rollout_func is not None:
+            logps = returned_logps(logps, generated.completion_ids)
+        return generated._replace(logps=valid_logps(logps))
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if self._rollout.generated is None:
-            self._rollout.rewards = super()._calculate_rewards(*args, **kwargs)
-        return self._rollout.rewards
+        if self._filled is not None:
+            self._rewards = self._filled.rewards
+        else:
+            self._rewards = super()._calculate_rewards(*args, **kwargs)
+        return self._rewards
 
     @property
     def _scores_in_update(self) -> bool:
-        """True if every token is trained on before the policy changes, by our loss, and without
-        noise.
+        """Whether all tokens are trained on before the policy changes, by our loss, without noise.
 
         A subclass with its own loss or forward pass gets a batch that is scored in advance, and so
         does a model with dropout, which the engine does not have.
         """
-        methods = "_compute_loss", "_get_per_token_logps_and_entropies"
-        is_ours = all(
-            getattr(type(self), name) is getattr(QuRLGRPOTrainer, name) for name in methods
-        )
-        if (
-            self._objective is None
-            or not is_ours
-            or self.args.neftune_noise_alpha
-            or has_dropout(self.model)
-        ):
+        for name in ("_compute_loss", "_get_per_token_logps_and_entropies"):
+            if getattr(type(self), name) is not getattr(QuRLGRPOTrainer, name):
+                return False
+        has_noise = self.args.neftune_noise_alpha or has_dropout(self.model)
+        if self._objective is None or has_noise:
             return False
-        return (
-            self.args.gradient_accumulation_steps
-            % (self.args.steps_per_generation * self.num_iterations)
-            == 0
-        )
+        micro_batches = self.args.steps_per_generation * self.num_iterations  # per rollout
+        return self.args.gradient_accumulation_steps % micro_batches == 0
 
     def _rollout_state(self) -> dict[str, Any]:
-        return super()._rollout_state() | {
-            "prompts_drawn": self._sampler and self._sampler.prompts.drawn
-        }
+        state = super()._rollout_state()
+        state["prompts_drawn"] = None if self._sampler is None else self._sampler.prompts.drawn
+        return state
 
     def _load_rollout_state(self, state: dict[str, Any]) -> None:
         super()._load_rollout_state(state)

@@ -1,45 +1,71 @@
-"""Judge each rollout, the first one included: does rounding explain how far the engine is from the
-trainer?
+"""Judge the engine by the tokens it samples: does rounding explain how far it is from the policy?
 
-A sync proves that what was sent has arrived. What a missing sync, a setting or a tied weight does
-shows in the tokens only. Their metrics (`mismatch_metrics`) are the same in all processes, so all
-act at the same step.
+A sync proves that what was sent has arrived. What the engine computes with it, and what a missing
+sync, a setting or a tied weight does, shows in the tokens only. Their metrics (`mismatch_metrics`)
+are the same in all processes, so all act at the same step.
 """
 
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from accelerate.logging import get_logger
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
+from trl_qurl.rollout.errors import SyncError
+
 logger = get_logger(__name__)  # logs in the main process only
 
-KL, RATIO, CONTRADICTED = "mismatch/kl_k3", "mismatch/ratio_mean", "mismatch/contradicted_share"
-KL_ERROR, TOKENS, TAIL, ESS = (
-    "mismatch/kl_k3_error",
-    "mismatch/tokens",
-    "mismatch/capped_share",
-    "mismatch/ess",
-)
+KL = "mismatch/kl_k3"
+KL_ERROR = "mismatch/kl_k3_error"
+LOG_RATIO_KL = "mismatch/kl_k1"
+RATIO = "mismatch/ratio_mean"
+CONTRADICTED = "mismatch/contradicted_share"
+TOKENS = "mismatch/tokens"
+TAIL = "mismatch/capped_share"
+ESS = "mismatch/ess"
 
 # Figures that "were seen" are the worst of healthy runs: benchmarks/README.md has them, and those
-# of planted faults. standard errors that count as noise: 16 tokens, such as one near tie in each
-# completion, prove nothing
+# of planted faults.
+
 ERRORS = 4.0
-# of the mean ρ, whose expectation is 1; 0.061 ± 0.063 was seen, and 0.9 with sampling options
+"""Standard errors that count as noise: 16 tokens, such as one near tie in each completion, prove
+nothing."""
+
+FIRST_ERRORS = 2.0
+"""The same at a run's first rollout, which has no other to be compared with, and for a fault, whose
+limit is far from what was seen."""
+
 BIAS = 0.05
-CONTRADICTION = 0.002  # share of tokens; none was seen
-SMALLEST_JUMP = 0.005  # of the KL, nats per token
-# over the run's largest KL: 1.7 was seen; an evaluation has other prompts
-JUMP, EVALUATION_JUMP = 3.0, 10.0
-WINDOW = 5  # rollouts per median; also training rollouts without a finding that end an alarm
-# limits of medians, because single rollouts have outliers; 0.0078 and 0.877 were seen
+"""Of the mean ρ, whose expectation is 1. 0.061 ± 0.063 was seen, and 0.9 with sampling options."""
+
+CONTRADICTION = 0.002
+"""Share of tokens; none was seen."""
+
+SMALLEST_JUMP = 0.005
+"""Of the KL, in nats per token."""
+
+JUMP = 3.0
+"""Over the run's largest KL; 1.7 was seen."""
+
+OTHER_JUMP = 10.0
+"""The same for an evaluation, which has other prompts, and where rollouts are generated ahead, of
+which only the first is sampled with the weights that score it."""
+
+FAULT = 5.0
+"""Over the run's largest KL, or before there is one `mismatch_guard_kl`: more than rounding or an
+update explains, so it stops a run where a sync is due for a proof."""
+
+WINDOW = 5
+"""Rollouts per median; also training rollouts without a finding that end an alarm."""
+
 DRIFT = {TAIL: 0.01, ESS: 0.85}
-# smallest cap C above which ratios count as a tail: up to 9 % of the tokens exceed C = 1.2
+"""Limits of medians, because single rollouts have outliers; 0.0078 and 0.877 were seen."""
+
 SMALLEST_CAP = 2.0
+"""Smallest cap C above which ratios count as a tail: up to 9 % of the tokens exceed C = 1.2."""
 
 SAMPLING = (
     "Remove sampling options that the trainer ignores (top_p, top_k, penalties, others in "
@@ -64,27 +90,42 @@ AHEAD = (
 )
 
 
+class Finding(NamedTuple):
+    """A figure beyond its limit."""
+
+    text: str
+    advice: str
+
+
 class MismatchGuard(TrainerCallback):
-    """Callback that warns of each alarm, and with `mismatch_guard="stop"` ends training after the
-    current step.
+    """Callback that warns of each alarm, and with `mismatch_guard="stop"` ends training.
 
     The alarm is on from a finding until `WINDOW` training rollouts have none. A resumed run starts
     without a history.
     """
 
     def __init__(self, args: Any) -> None:
-        self._is_off, self._stops = args.mismatch_guard == "off", args.mismatch_guard == "stop"
-        self._kl = args.mismatch_guard_kl
-        advice = FUNCTION if args.rollout_quantization is None or args.round_base else ROUNDING
-        self._drift_advice = AHEAD if args.rollouts_ahead else advice
-        self._may_jump = bool(args.rollouts_ahead)  # their age varies, and their KL with it
+        self._is_off = args.mismatch_guard == "off"
+        self._stops = args.mismatch_guard == "stop"
+        self._kl_limit = args.mismatch_guard_kl
+        self._is_ahead = bool(args.rollouts_ahead)
+        self._jump = OTHER_JUMP if self._is_ahead else JUMP
+        self._drift_advice = ROUNDING
+        if self._is_ahead:
+            self._drift_advice = AHEAD
+        elif args.rollout_quantization is None or args.round_base:
+            self._drift_advice = FUNCTION
         cap = args.importance_cap
-        self._drift = {
-            name: DRIFT[name] for name in DRIFT if name == ESS or cap is None or cap >= SMALLEST_CAP
-        }
+        self._drift_limits = dict(DRIFT)
+        if cap is not None and cap < SMALLEST_CAP:
+            del self._drift_limits[TAIL]
         self._rollouts: deque[Mapping[str, float]] = deque(maxlen=WINDOW)  # of training
-        self._largest = math.inf  # KL of the rollouts without a finding; infinite before the first
+        self._largest: float | None = None  # KL of the rollouts without a finding
+        self._usual: float | None = None  # largest KL of the rollouts that no fault explains
         self._quiet = WINDOW  # training rollouts since the latest finding
+        # Of rollouts ahead, the first is no measure: the weights that score it have sampled it.
+        self._skips_first = self._is_ahead
+        self._was_contradicted = False  # whether the last proof failed, and is asked for again
 
     @property
     def alarm(self) -> bool:
@@ -92,74 +133,126 @@ class MismatchGuard(TrainerCallback):
         return self._quiet < WINDOW
 
     def observe(self, metrics: Mapping[str, float], training: bool = True) -> dict[str, float]:
-        """Judge a rollout, warn if that raises the alarm, and return the guard's own metric, if it
-        is on.
-        """
+        """Judge a rollout, warn if that raises the alarm, and return the guard's own metric."""
+        findings = self.judge(metrics, training)
         if self._is_off:
             return {}
-        if findings := self.judge(metrics, training):
-            causes, way = ", ".join(text for text, _ in findings), findings[0][1]
-            way += "" if self._stops else " Set mismatch_guard='stop' to end training at an alarm."
+        if findings:
+            causes = ", ".join(finding.text for finding in findings)
+            way = findings[0].advice
+            if not self._stops:
+                way += " Set mismatch_guard='stop' to end training at an alarm."
             logger.warning(
                 f"Rounding does not explain how far the actor is from the policy: {causes}. {way}"
             )
         return {"mismatch/guard": float(self.alarm)}
 
-    def judge(self, row: Mapping[str, float], training: bool = True) -> list[tuple[str, str]]:
-        """Judge a rollout or an evaluation by its metrics; return what raises the alarm, and advice
-        for each.
-        """
+    def judge(self, row: Mapping[str, float], training: bool = True) -> list[Finding]:
+        """Judge a rollout or an evaluation by its metrics; return what raises the alarm."""
         if KL not in row:  # no token was scored
             return []
-        had_alarm, findings = (
-            self.alarm,
-            list(self._judge(row, JUMP if training else EVALUATION_JUMP)),
-        )
+        had_alarm = self.alarm
+        findings = list(self._judge_rollout(row, self._jump if training else OTHER_JUMP))
         if training and row[TOKENS] * DRIFT[TAIL] >= 1:  # fewer tokens do not show such a share
             self._rollouts.append(row)
             findings += self._judge_drift()
-        self._quiet = 0 if findings else self._quiet + training
-        if not findings and row[KL] < math.inf:
-            self._largest = row[KL] if self._largest == math.inf else max(self._largest, row[KL])
+        if findings:
+            self._quiet = 0
+        elif training:
+            self._quiet += 1
+        if self._skips_first and training:
+            self._skips_first = False
+        elif math.isfinite(row[KL]):
+            if not findings:
+                self._largest = max(self._largest or 0.0, row[KL])
+            if not self.contradiction(row, training):
+                self._usual = max(self._usual or 0.0, row[KL])
         return [] if had_alarm else findings
 
-    def _judge(self, row: Mapping[str, float], factor: float) -> Iterator[tuple[str, str]]:
-        """Yield what is wrong with a rollout, and advice. Comparisons with NaN are false; medians
-        count it.
-        """
-        tokens, mean, share, kl, first = (
-            row[TOKENS],
-            row[RATIO],
-            row[CONTRADICTED],
-            row[KL],
-            self._largest == math.inf,
-        )
-        # of the mean, around 1
-        error = math.sqrt(max(mean**2 / row[ESS] - 2 * mean + 1, 0.0) / tokens)
-        if abs(mean - 1) - ERRORS * error > BIAS:
-            yield f"{RATIO} is {mean:.3g} ± {error:.1g}, not 1", SAMPLING
-        jump = math.inf if self._may_jump else max(SMALLEST_JUMP, factor * self._largest)
-        if kl - ERRORS * row[KL_ERROR] >= min(jump, self._kl):
-            advice = FUNCTION if first else STALE if kl >= jump else self._drift_advice
-            yield f"{KL} is {kl:.3g} (threshold {min(jump, self._kl):.2g})", advice
-        if share - ERRORS * math.sqrt(share / tokens) >= CONTRADICTION:
-            yield (
-                f"{CONTRADICTED} is {share:.3g} (threshold {CONTRADICTION:g})",
-                FUNCTION if first else STALE,
-            )
+    def _judge_rollout(self, row: Mapping[str, float], jump: float) -> Iterator[Finding]:
+        """Yield what is wrong with a rollout. Comparisons with NaN are false; medians count it."""
+        is_first = self._largest is None
+        errors = FIRST_ERRORS if is_first else ERRORS
 
-    def _judge_drift(self) -> Iterator[tuple[str, str]]:
-        """Yield medians beyond their limits, and advice."""
-        for name, limit in self._drift.items() if len(self._rollouts) == WINDOW else ():
+        mean = row[RATIO]
+        variance = max(mean**2 / row[ESS] - 2 * mean + 1, 0.0)  # of ρ, around 1
+        error = math.sqrt(variance / row[TOKENS])
+        if abs(mean - 1) - ERRORS * error > BIAS:
+            yield Finding(f"{RATIO} is {mean:.3g} ± {error:.1g}, not 1", SAMPLING)
+
+        jump_limit = max(SMALLEST_JUMP, jump * self._largest) if self._largest is not None else None
+        limit = self._kl_limit if jump_limit is None else min(jump_limit, self._kl_limit)
+        if row[KL] - errors * row[KL_ERROR] >= limit:
+            advice = self._drift_advice
+            if jump_limit is not None and row[KL] >= jump_limit:
+                advice = STALE
+            elif jump_limit is None and (self._skips_first or not self._is_ahead):
+                advice = FUNCTION
+            yield Finding(f"{KL} is {row[KL]:.3g} (threshold {limit:.2g})", advice)
+
+        share = row[CONTRADICTED]
+        if share - errors * math.sqrt(share / row[TOKENS]) >= CONTRADICTION:
+            text = f"{CONTRADICTED} is {share:.3g} (threshold {CONTRADICTION:g})"
+            yield Finding(text, FUNCTION if is_first else STALE)
+
+    def _judge_drift(self) -> Iterator[Finding]:
+        """Yield medians beyond their limits."""
+        if len(self._rollouts) < WINDOW:
+            return
+        for name, limit in self._drift_limits.items():
             sign = -1 if name == ESS else 1  # a lower one is worse
-            value = median(
-                sign * row[name] if math.isfinite(row[name]) else math.inf for row in self._rollouts
-            )
+            values = [sign * row[name] for row in self._rollouts]
+            value = median(value if math.isfinite(value) else math.inf for value in values)
             if value >= sign * limit:
-                yield (
-                    f"the median of {name} is {sign * value:.3g} (threshold {limit:g})",
-                    self._drift_advice,
-                )
+                text = f"the median of {name} is {sign * value:.3g} (threshold {limit:g})"
+                yield Finding(text, self._drift_advice)
+
+    def contradiction(self, row: Mapping[str, float], training: bool = True) -> str:
+        """Return what neither rounding nor an update explains, as a clause; empty for nothing."""
+        usual = self._kl_limit if self._usual is None else max(SMALLEST_JUMP, self._usual)
+        limit = usual * (FAULT if training else OTHER_JUMP)
+        # Sampling options multiply ρ by a constant, which the second of these leaves out.
+        least = row[KL] - FIRST_ERRORS * row[KL_ERROR]
+        if least >= limit and row[LOG_RATIO_KL] + math.log(row[RATIO]) >= limit:
+            return f"{KL} is {row[KL]:.3g} ± {row[KL_ERROR]:.1g}, but at most {limit:.2g} would do"
+        share = row[CONTRADICTED]
+        if share - ERRORS * math.sqrt(share / row[TOKENS]) >= CONTRADICTION:
+            return (
+                f"the policy finds {share:.1%} of the tokens unlikely that the engine was sure of"
+            )
+        return ""
+
+    def prove(self, row: Mapping[str, float], training: bool, asks_again: bool) -> bool:
+        """Return whether a rollout shows that the engine computes the policy's function.
+
+        Args:
+            row: Metrics of the rollout.
+            training: Whether it is one of training, or of an evaluation.
+            asks_again: Whether a contradiction must be seen twice, as on GPUs, where nobody has
+                measured yet how far kernels may be apart.
+
+        Returns:
+            False if it shows nothing, because no token was scored, or has to be asked again.
+
+        Raises:
+            SyncError: The engine computes another function.
+        """
+        if KL not in row:
+            return False
+        contradiction = self.contradiction(row, training)
+        if not contradiction:
+            self._was_contradicted = False
+            return True
+        text = f"The engine computes another function than the policy: {contradiction}."
+        if asks_again and not self._was_contradicted:
+            self._was_contradicted = True
+            logger.warning(f"{text} The next rollout decides whether the run stops.")
+            return False
+        raise SyncError(
+            f"{text} It does not use the weights that were sent, or one update has changed the "
+            f"policy this much. {FUNCTION} Resume from the last checkpoint, with a lower "
+            "learning_rate if grad_norm grew; sync_check_interval=0 turns this check off."
+        )
 
     def on_step_end(
         self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -167,8 +260,9 @@ class MismatchGuard(TrainerCallback):
         """Stop, with a checkpoint, while the alarm is on."""
         if not (self._stops and self.alarm):
             return
-        control.should_save = control.should_training_stop = True
-        # with save_strategy="best", an evaluation would decide whether to save
+        control.should_save = True
+        control.should_training_stop = True
+        # With save_strategy="best", an evaluation would decide whether to save.
         control.should_evaluate = False
         logger.warning(
             f"Training stops after step {state.global_step} (mismatch_guard='stop') and saves a "

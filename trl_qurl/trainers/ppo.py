@@ -94,7 +94,7 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
         the batch.
         """
         # of all processes; NaN without a reward
-        totals = weighted_sum(self._rollout.rewards, self.reward_weights)
+        totals = weighted_sum(self._rewards, self.reward_weights)
         rewards = totals.tensor_split(self.accelerator.num_processes)[
             self.accelerator.process_index
         ]

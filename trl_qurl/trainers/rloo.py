@@ -14,8 +14,8 @@ from trl.trainer.utils import pad
 from trl_qurl.config import QuRLRLOOConfig
 from trl_qurl.rollout.mismatch import valid_logps
 from trl_qurl.trainers.model_card import QURL
-from trl_qurl.trainers.rollouts import Batch, GroupRolloutsMixin
-from trl_qurl.trainers.scoring import learned_tokens
+from trl_qurl.trainers.rollouts import GroupRolloutsMixin
+from trl_qurl.trainers.scoring import Batch, learned_tokens
 
 
 class QuRLRLOOTrainer(GroupRolloutsMixin, RLOOTrainer):
@@ -47,15 +47,13 @@ class QuRLRLOOTrainer(GroupRolloutsMixin, RLOOTrainer):
     _paper = QURL
 
     def _missing_logps(self, proximal_logps: torch.Tensor | None) -> Batch:
-        logps = valid_logps(
-            [[logp for (logp,) in tokens] for tokens in self._rollout.behavior_logps or ()]
-        )
+        sampled = self.vllm_generation.samples.behavior_logps
+        logps = valid_logps([[token[0] for token in completion] for completion in sampled])
         rows = [
             torch.tensor([torch.nan if logp is None else logp for logp in row]) for row in logps
         ]
-        behavior_logps = pad(rows, pad_to_multiple_of=self.pad_to_multiple_of).to(
-            self.accelerator.device
-        )
+        behavior_logps = pad(rows, pad_to_multiple_of=self.pad_to_multiple_of)
+        behavior_logps = behavior_logps.to(self.accelerator.device)
         return {"old_per_token_logps": proximal_logps, "sampling_per_token_logps": behavior_logps}
 
     def _objective_inputs(

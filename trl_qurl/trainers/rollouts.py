@@ -1,11 +1,14 @@
-"""Rollouts in groups, scored by forward passes of the trainer: the mismatch, its guard, checkpoints
-and `ahead`.
+"""Rollouts in groups, as of GRPO and RLOO: generated, scored, learned from, kept for a resume.
+
+One step, in the order of the methods below: TRL's trainer tokenizes prompts and generates, and a
+forward pass of the policy scores the completions, in advance or inside the update. Both
+log-probabilities become the inputs of TRL's loss, and the mismatch.
 """
 
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,36 +19,33 @@ from trl.trainer.utils import RepeatSampler
 
 from trl_qurl.objective import OBJECTIVES, TRL_LOSS, Objective, surrogate_terms
 from trl_qurl.rollout.ahead import AheadVLLMGeneration, UpcomingRows
-from trl_qurl.rollout.backend import RolloutContext, Tokens
-from trl_qurl.rollout.images import plain_prompts
+from trl_qurl.rollout.backend import Tokens
 from trl_qurl.rollout.mismatch import MismatchTally
 from trl_qurl.rollout.prompts import check_room
+from trl_qurl.rollout.repairs.image_prompts import plain_prompts
 from trl_qurl.trainers.arguments import check_arguments
 from trl_qurl.trainers.dynamic_sampling import named_rewards
 from trl_qurl.trainers.engine import QuantizedEngineMixin
-from trl_qurl.trainers.guard import MismatchGuard
 from trl_qurl.trainers.prompts import LongestPrompt, measure_prompts
 from trl_qurl.trainers.reference import load_reference, save_reference, warn_of_another_reference
 from trl_qurl.trainers.resuming import read_whole
 from trl_qurl.trainers.saving import load_rollout_state, save_rollout_state, skip_epochs
-from trl_qurl.trainers.scoring import ScoringPass, cap_of, learned_tokens, loss_metrics
+from trl_qurl.trainers.scoring import Batch, ScoringPass, cap_of, learned_tokens, loss_metrics
 
-CALIBRATION_PROMPTS, LONGEST_PROMPT = 8, 512  # for smoothing; in tokens
-
-Batch = dict[str, Any]  # of TRL's trainers: tensors, (B, ...) each
+CALIBRATION_PROMPTS = 8  # for smoothing
+LONGEST_PROMPT = 512  # tokens of these
 
 
 class GroupRolloutsMixin(QuantizedEngineMixin):
-    """[`QuantizedEngineMixin`] for trainers that score groups of completions with forward passes,
-    as GRPO and RLOO.
+    """[`QuantizedEngineMixin`] for trainers that score groups of completions, as GRPO and RLOO.
 
-    It measures the mismatch, judges it, generates ahead, and resumes inside a rollout. With a
-    setting `objective`, it computes TRL's loss on the objective's inputs.
+    It measures the mismatch of all completions, generates ahead, and resumes inside a rollout. With
+    a setting `objective`, it computes TRL's loss on the objective's inputs.
     """
 
     _smooths_by_loss = False
-    # from rewards that differ within a group, else also from those between groups
-    _learns_within_groups = True
+    _scores_rollouts = True
+    _learns_within_groups = True  # from rewards that differ within a group, not only between groups
     _train_sampler: RepeatSampler | None = None
     _buffered_inputs: Any  # TRL's batches of the current rollout
     _pass: ScoringPass | None = None  # inside `_watch_pass`
@@ -62,9 +62,6 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
     ) -> None:
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
         self._check_room(self.vllm_generation.context)
-        self._mismatch = MismatchTally(self.accelerator)
-        self._guard = MismatchGuard(self.args)
-        self.add_callback(self._guard)
         if self.ref_model is not None:
             warn_of_another_reference(self.model, self.ref_model, self.accelerator)
 
@@ -81,15 +78,9 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
     def _check_room(self, context: int) -> None:
         """Raise `ValueError` if a prompt of the datasets fills a context of this many tokens."""
         longest = self._longest_prompt
-        if longest.tokens == 0:  # no prompt is known yet
-            return
-        check_room(
-            longest.tokens, context, self.max_completion_length or 1, f"The prompt {longest.name}"
-        )
-
-    @property
-    def _rollout(self) -> RolloutContext:
-        return self.vllm_generation.current
+        if longest.tokens > 0:  # else no prompt is known yet
+            name = f"The prompt {longest.name}"
+            check_room(longest.tokens, context, self.max_completion_length or 1, name)
 
     @property
     def _objective(self) -> Objective | None:
@@ -105,13 +96,51 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
     def _ahead(self) -> AheadVLLMGeneration | None:
         return self.vllm_generation if self.args.rollouts_ahead else None
 
+    # Prompts
+
+    def _first_prompts(self) -> Tokens:
+        if self._is_vlm or getattr(self, "environment_factories", None) is not None:
+            return []
+        rows = itertools.islice(self.train_dataset, CALIBRATION_PROMPTS)
+        prompts = super()._tokenize_prompts([row["prompt"] for row in rows])[0]
+        return [tokens[:LONGEST_PROMPT] for tokens in prompts]
+
+    def _tokenize_prompts(self, prompts: list) -> tuple:
+        prompt_ids, images, fields = super()._tokenize_prompts(prompts)
+        if images is not None and self.args.vllm_mode == "colocate":
+            self.vllm_generation.plain_prompts = plain_prompts(
+                self.processing_class,
+                [prepare_multimodal_messages(prompt) for prompt in prompts],
+                prompt_ids,
+                # TRL's RLOO trainer lacks `chat_template`, which is for tools.
+                chat_template=vars(self).get("chat_template"),
+                **self.chat_template_kwargs,
+            )
+        return prompt_ids, images, fields
+
+    def _upcoming_prompts(self, rows: list[dict[str, Any]]) -> Tokens:
+        """Return the tokens of this process's prompts in the rollout after that of these rows."""
+        micro_batches = self.args.steps_per_generation * self.num_iterations  # per rollout
+        updates = micro_batches / self.args.gradient_accumulation_steps
+        if self.state.global_step + updates >= self.state.max_steps:
+            return []
+        if self._upcoming_rows is None:
+            sampler = super()._get_train_sampler(self.train_dataset)
+            skip_epochs(sampler, self.state.epoch)
+            self._upcoming_rows = UpcomingRows(sampler, self.train_dataset, self.accelerator)
+        following = self._upcoming_rows.after(rows)
+        if not following:
+            return []
+        return super()._tokenize_prompts([row["prompt"] for row in following])[0]
+
+    # Generated and scored
+
     def _generate_and_score_completions(self, inputs: Any) -> Batch:
-        looks_ahead = self._ahead is not None and self._mode == "train"
-        self._rollout.upcoming = self._upcoming_prompts(inputs) if looks_ahead else None
-        with (
-            named_rewards(self.reward_func_names),
-            self._watch_pass(not self._scores_in_update) as scored,
-        ):
+        if self._ahead is not None:
+            is_training = self._mode == "train"
+            self._ahead.upcoming = self._upcoming_prompts(inputs) if is_training else None
+        scored = ScoringPass(is_scoring=not self._scores_in_update)
+        with named_rewards(self.reward_func_names), self._watch_pass(scored):
             batch = super()._generate_and_score_completions(inputs)
         self._record({"time/logps_s": scored.seconds})
         batch |= self._missing_logps(scored.logps)
@@ -119,48 +148,130 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
             self._tally(batch, batch["old_per_token_logps"])
             self._record_mismatch()
         if self._mode == "train":
-            self._learning.observe(
-                {name: values[-1] for name, values in self._metrics["train"].items() if values}
-            )
+            metrics = self._metrics["train"]
+            self._learning.observe({name: values[-1] for name, values in metrics.items() if values})
         return batch
 
-    def _has_signal(self, metrics: dict[str, float]) -> bool:
-        """Return whether a rollout with these metrics has rewards to learn from."""
-        if metrics.get("completions/clipped_ratio") == 1 and vars(self.args).get(
-            "mask_truncated_completions"
-        ):
-            return False
-        differs = (
-            metrics["frac_reward_zero_std"] < 1
-            if self._learns_within_groups
-            else metrics["reward_std"] > 0
-        )
-        return differs and not math.isnan(metrics["reward"])
-
     def _missing_logps(self, proximal_logps: torch.Tensor | None) -> Batch:
-        """Return log-probabilities that TRL's trainer leaves out of its batch; it may have scored
-        in advance.
+        """Return log-probabilities that TRL's trainer leaves out of its batch.
+
+        It is given the policy's, (B, T), if TRL has scored in advance.
         """
         return {}
 
-    def _upcoming_prompts(self, rows: list[dict[str, Any]]) -> Tokens:
-        """Return the tokens of this process's prompts in the next rollout; none if these rows' is
-        the last.
+    def _has_signal(self, metrics: dict[str, float]) -> bool:
+        """Return whether a rollout with these metrics has rewards to learn from."""
+        masks_all = vars(self.args).get("mask_truncated_completions")
+        if masks_all and metrics.get("completions/clipped_ratio") == 1:
+            return False
+        if math.isnan(metrics["reward"]):
+            return False
+        if self._learns_within_groups:
+            return metrics["frac_reward_zero_std"] < 1
+        return metrics["reward_std"] > 0
+
+    @contextmanager
+    def _watch_pass(self, watched: ScoringPass) -> Iterator[None]:
+        """Let `watched` see the forward passes inside the block."""
+        self._pass = watched
+        try:
+            yield
+        finally:
+            self._pass = None
+
+    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> tuple:
+        started = time.perf_counter()
+        watched = self._pass
+        is_first = watched is not None and watched.logps is None
+        is_scoring = watched is not None and watched.is_scoring and is_first and model.training
+        in_advance = model.training and not torch.is_grad_enabled()
+        with self._watch_activations(is_scoring):
+            if in_advance:
+                model.eval()  # the engine has no dropout either
+            logps, *others = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+            if in_advance:
+                model.train()
+        if watched is not None:
+            watched.seconds += time.perf_counter() - started
+            if watched.logps is None:
+                watched.logps = logps.detach()
+            logps = self._complete_inputs(watched, logps)
+        return logps, *others
+
+    # Learned from
+
+    def _compute_loss(self, model: Any, inputs: Batch) -> torch.Tensor:
+        """Compute TRL's loss on the objective's inputs, and record metrics of the update."""
+        inputs = dict(inputs)
+        proximal_logps = inputs.get("old_per_token_logps")
+        if proximal_logps is not None:
+            inputs |= self._objective_inputs(inputs, proximal_logps)
+        scored = ScoringPass(is_scoring=proximal_logps is None, inputs=inputs)
+        with self._watch_pass(scored):
+            loss = super()._compute_loss(model, inputs)
+        if scored.logps is not None:  # else a subclass scores without our forward pass
+            self._record_update(inputs, scored.logps, proximal_logps)
+        return loss
+
+    def _complete_inputs(self, scored: ScoringPass, logps: torch.Tensor) -> torch.Tensor:
+        """Complete the inputs of TRL's loss by what its own forward pass has computed.
+
+        TRL reads them after that pass: the objective's inputs of a rollout that was not scored in
+        advance, and the log-probabilities that this method returns, (B, T).
         """
-        micro_batches = self.args.steps_per_generation * self.num_iterations  # per rollout
-        if (
-            self.state.global_step + micro_batches / self.args.gradient_accumulation_steps
-            >= self.state.max_steps
-        ):
-            return []
-        if self._upcoming_rows is None:
-            sampler = super()._get_train_sampler(self.train_dataset)
-            skip_epochs(sampler, self.state.epoch)
-            self._upcoming_rows = UpcomingRows(sampler, self.train_dataset, self.accelerator)
-        following = self._upcoming_rows.after(rows)
-        return (
-            super()._tokenize_prompts([row["prompt"] for row in following])[0] if following else []
+        if scored.inputs is None:  # not inside the loss
+            return logps
+        if scored.is_scoring:
+            scored.inputs |= self._objective_inputs(scored.inputs, logps.detach())
+        return self._weigh(logps, scored.inputs)
+
+    def _objective_inputs(self, batch: Batch, proximal_logps: torch.Tensor) -> Batch:
+        """Return the inputs from which TRL's loss computes the objective, (B, T) each."""
+        if self._objective is None:
+            return {}
+        # Masked tokens have no ratio: NaN also keeps their padding out of exp().
+        is_masked = ~learned_tokens(batch)
+        behavior_logps = batch["sampling_per_token_logps"].masked_fill(is_masked, torch.nan)
+        terms = surrogate_terms(
+            self._objective.name,
+            proximal_logps,
+            behavior_logps,
+            batch["advantages"],
+            cap=cap_of(self.args),
         )
+        return {"old_per_token_logps": terms.old_logps, "importance_sampling_ratio": terms.weight}
+
+    def _weigh(self, logps: torch.Tensor, inputs: Batch) -> torch.Tensor:
+        """Return what TRL's loss takes for the policy's log-probabilities, (B, T)."""
+        return logps
+
+    def _record_update(
+        self, inputs: Batch, policy_logps: torch.Tensor, proximal_logps: torch.Tensor | None
+    ) -> None:
+        """Record metrics of an update, and the mismatch of a rollout that it has scored."""
+        if proximal_logps is None:
+            if "sampling_per_token_logps" not in inputs:
+                return
+            proximal_logps = policy_logps
+            self._tally(inputs, proximal_logps)
+            # TRL increments `_step` after the loss. In evaluation, each micro-batch is a rollout.
+            is_last = (self._step + 1) % self.args.steps_per_generation == 0
+            if self._mode == "eval" or is_last:
+                if self.vllm_importance_sampling_correction:
+                    self._record(self._mismatch.sampling_metrics(cap_of(self.args)))
+                self._record_mismatch()
+        lifting = None
+        if self._objective is not None and self._objective.lifts_upper_bound:
+            lifting = (cap_of(self.args), 1 + self.epsilon_high)
+        sum_up = self._sum_over_processes
+        self._record(loss_metrics(policy_logps, proximal_logps, inputs, sum_up, lifting))
+
+    def _tally(self, batch: Batch, proximal_logps: torch.Tensor) -> None:
+        behavior_logps = batch["sampling_per_token_logps"]
+        mask = learned_tokens(batch)
+        self._mismatch.add(proximal_logps, behavior_logps, mask, cap_of(self.args))
+
+    # Kept for a resume
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as the parent does, and abort a rollout that is still out at the end."""
@@ -182,155 +293,19 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
         self._mismatch = MismatchTally(self.accelerator)
         self._metrics["train"].clear()
 
-    def _first_prompts(self) -> Tokens:
-        if self._is_vlm or getattr(self, "environment_factories", None) is not None:
-            return []
-        prompts = [
-            row["prompt"] for row in itertools.islice(self.train_dataset, CALIBRATION_PROMPTS)
-        ]
-        return [tokens[:LONGEST_PROMPT] for tokens in super()._tokenize_prompts(prompts)[0]]
-
-    def _tokenize_prompts(self, prompts: list) -> tuple:
-        prompt_ids, images, fields = super()._tokenize_prompts(prompts)
-        if images is not None and self.args.vllm_mode == "colocate":
-            # TRL's RLOO trainer lacks `chat_template`, which is for tools.
-            template = {
-                "chat_template": vars(self).get("chat_template"),
-                **self.chat_template_kwargs,
-            }
-            arguments = (
-                self.processing_class,
-                list(map(prepare_multimodal_messages, prompts)),
-                prompt_ids,
-            )
-            self._rollout.plain_prompts = plain_prompts(*arguments, **template)
-        return prompt_ids, images, fields
-
-    @contextmanager
-    def _watch_pass(
-        self,
-        is_scoring: bool,
-        complete: Callable[[torch.Tensor], torch.Tensor] = lambda logps: logps,
-    ) -> Iterator[ScoringPass]:
-        """Watch the forward passes inside the block, and give TRL what `complete` makes of their
-        log-probabilities.
-        """
-        self._pass = ScoringPass(complete, is_scoring)
-        try:
-            yield self._pass
-        finally:
-            self._pass = None
-
-    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> tuple:
-        started, watched = time.perf_counter(), self._pass
-        is_scoring = (
-            watched is not None and watched.is_scoring and watched.logps is None and model.training
-        )
-        in_advance = model.training and not torch.is_grad_enabled()
-        with self._watch_activations(is_scoring):
-            if in_advance:
-                model.eval()  # the engine has no dropout either
-            logps, *others = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
-            if in_advance:
-                model.train()
-        if watched is not None:
-            watched.seconds += time.perf_counter() - started
-            watched.logps = logps.detach() if watched.logps is None else watched.logps
-            logps = watched.complete(logps)
-        return logps, *others
-
-    def _compute_loss(self, model: Any, inputs: Batch) -> torch.Tensor:
-        """Compute TRL's loss on the objective's inputs, and record metrics of the update.
-
-        The loss's own forward pass scores a rollout that was not scored in advance. TRL reads our
-        inputs afterwards.
-        """
-        inputs = dict(inputs)
-        proximal_logps = inputs.get("old_per_token_logps")
-        if proximal_logps is not None:
-            inputs |= self._objective_inputs(inputs, proximal_logps)
-
-        def complete(logps: torch.Tensor) -> torch.Tensor:
-            if proximal_logps is None:
-                inputs.update(self._objective_inputs(inputs, logps.detach()))
-            return self._weigh(logps, inputs)
-
-        with self._watch_pass(proximal_logps is None, complete) as scored:
-            loss = super()._compute_loss(model, inputs)
-        if scored.logps is not None:  # else a subclass scores without our forward pass
-            self._record_update(inputs, scored.logps, proximal_logps)
-        return loss
-
-    def _objective_inputs(
-        self, batch: Batch, proximal_logps: torch.Tensor
-    ) -> dict[str, torch.Tensor]:
-        """Return the inputs from which TRL's loss computes the objective, (B, T) each."""
-        if self._objective is None:
-            return {}
-        # Masked tokens have no ratio: mark them with NaN, which also keeps their padding out of
-        # exp().
-        behavior_logps = batch["sampling_per_token_logps"].masked_fill(
-            ~learned_tokens(batch), torch.nan
-        )
-        logps = proximal_logps, behavior_logps
-        terms = surrogate_terms(
-            self._objective.name, *logps, batch["advantages"], cap=cap_of(self.args)
-        )
-        return {"old_per_token_logps": terms.old_logps, "importance_sampling_ratio": terms.weight}
-
-    def _weigh(self, logps: torch.Tensor, inputs: Batch) -> torch.Tensor:
-        """Return what TRL's loss takes for the policy's log-probabilities, (B, T)."""
-        return logps
-
-    def _record_update(
-        self, inputs: Batch, policy_logps: torch.Tensor, proximal_logps: torch.Tensor | None
-    ) -> None:
-        """Record metrics of an update, and of the rollout's mismatch if `proximal_logps` were not
-        known before.
-        """
-        if proximal_logps is None and "sampling_per_token_logps" in inputs:
-            proximal_logps = policy_logps
-            self._tally(inputs, proximal_logps)
-            # The rollout's last micro-batch (TRL increments `_step` after the loss); in evaluation,
-            # each one is.
-            if self._mode == "eval" or (self._step + 1) % self.args.steps_per_generation == 0:
-                if self.vllm_importance_sampling_correction:
-                    self._record(self._mismatch.sampling_metrics(cap_of(self.args)))
-                self._record_mismatch()
-        if proximal_logps is not None:
-            lifts = self._objective is not None and self._objective.lifts_upper_bound
-            lifting = (cap_of(self.args), 1 + self.epsilon_high) if lifts else None
-            self._record(
-                loss_metrics(
-                    policy_logps, proximal_logps, inputs, self._sum_over_processes, lifting
-                )
-            )
-
-    def _tally(self, batch: Batch, proximal_logps: torch.Tensor) -> None:
-        logps = proximal_logps, batch["sampling_per_token_logps"]
-        self._mismatch.add(*logps, learned_tokens(batch), cap_of(self.args))
-
-    def _record_mismatch(self) -> None:
-        """Log the mismatch of the rollout just scored, and pass it to the guard. Every process must
-        call this.
-        """
-        metrics = self._mismatch.pop()
-        self._record(metrics | self._guard.observe(metrics, self._mode == "train"))
-
     def _rollout_state(self) -> dict[str, Any]:
-        """Return what a resumed run needs in addition to transformers' checkpoint; trainers may add
-        to it.
-        """
+        """Return what a resumed run needs in addition to transformers' checkpoint."""
         smoothing = self.vllm_generation.weights.smoothing
-        state = {
-            "smoothing": smoothing and smoothing.state_dict(),
-            "ahead": self._ahead and self._ahead.state(),
+        return {
+            "smoothing": None if smoothing is None else smoothing.state_dict(),
+            "ahead": None if self._ahead is None else self._ahead.state(),
+            "step": self._step,  # TRL's count of micro-batches so far
+            "batches": self._buffered_inputs,
         }
-        # TRL's count of micro-batches so far, and the batches of its rollout.
-        return state | {"step": self._step, "batches": self._buffered_inputs}
 
     def _load_rollout_state(self, state: dict[str, Any]) -> None:
-        self._step, self._buffered_inputs = state["step"], state["batches"]
+        self._step = state["step"]
+        self._buffered_inputs = state["batches"]
         smoothing = self.vllm_generation.weights.smoothing
         if smoothing is not None and state["smoothing"]:
             smoothing.load_state_dict(state["smoothing"])
@@ -349,12 +324,12 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None:
-            if vars(self.args).get("sync_ref_model"):
-                load_reference(self.ref_model, self.accelerator, Path(checkpoint))
-            # `self.state` is the checkpoint's by now
-            skip_epochs(self._train_sampler, self.state.epoch)
-            with read_whole(Path(checkpoint)):
-                state = load_rollout_state(Path(checkpoint), self.accelerator, self.args)
-            if state is not None:
-                self._load_rollout_state(state)
+        if checkpoint is None:
+            return
+        if vars(self.args).get("sync_ref_model"):
+            load_reference(self.ref_model, self.accelerator, Path(checkpoint))
+        skip_epochs(self._train_sampler, self.state.epoch)  # `state` is the checkpoint's by now
+        with read_whole(Path(checkpoint)):
+            state = load_rollout_state(Path(checkpoint), self.accelerator, self.args)
+        if state is not None:
+            self._load_rollout_state(state)

@@ -1,33 +1,68 @@
-"""From log-probabilities (B, T) to the inputs of TRL's loss, and metrics of an update, for all
-trainers of groups.
-"""
+"""Score completions: log-probabilities (B, T), what is learned from, and metrics of an update."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from trl.trainer.utils import selective_log_softmax
 
 from trl_qurl.objective import importance_ratio
+from trl_qurl.rollout.backend import Samples
+from trl_qurl.rollout.mismatch import valid_logps
+
+Batch = dict[str, Any]  # of TRL's trainers: tensors, (B, ...) each
+
+SCORED_SAMPLES = 8  # completions that a trainer without a score of its own compares
+SCORED_TOKENS = 64  # of each, from its beginning
 
 
 @dataclass
 class ScoringPass:
     """A trainer's forward passes inside a block, of which the first scores the policy."""
 
-    # is given the log-probabilities, (B, T), and returns TRL's
-    complete: Callable[[torch.Tensor], torch.Tensor]
-    # whether the first scores a rollout: smoothing learns from it, if the model trains
-    is_scoring: bool
+    is_scoring: bool  # whether the first scores the current rollout
+    inputs: Batch | None = None  # of TRL's loss, if the passes are inside it
     logps: torch.Tensor | None = None  # of the first, (B, T), without gradient
     seconds: float = 0.0
 
 
-def learned_tokens(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Mask the completion tokens that the model generated and learns from, bool (B, T): no padding
-    or tool output.
+class ScoredTokens(NamedTuple):
+    """The two log-probabilities of a completion's tokens, (1, T) each, in nats."""
+
+    proximal_logps: torch.Tensor
+    behavior_logps: torch.Tensor  # NaN where the engine returned no valid value
+    mask: torch.Tensor  # bool, all true
+
+
+@torch.no_grad()
+def scored_samples(model: Any, samples: Samples, temperature: float) -> Iterator[ScoredTokens]:
+    """Score the beginnings of a few completions with the policy, one forward pass each.
+
+    A collective operation where the model is sharded, because all processes have as many samples.
     """
+    was_training = model.training
+    model.eval()  # the engine has no dropout either
+    every = max(1, len(samples.prompts) // SCORED_SAMPLES)  # those of one prompt are neighbors
+    chosen = range(0, len(samples.prompts), every)[:SCORED_SAMPLES]
+    logps = valid_logps([[token[0] for token in samples.behavior_logps[i]] for i in chosen])
+    device = model.device
+    for number, behavior in zip(chosen, logps, strict=True):
+        completion = samples.completions[number][:SCORED_TOKENS]
+        ids = torch.tensor([samples.prompts[number] + completion], device=device)
+        length = len(completion)
+        logits = model(input_ids=ids, use_cache=False, logits_to_keep=length + 1).logits[:, :-1]
+        targets = ids[:, ids.size(1) - length :]
+        proximal = selective_log_softmax(logits.float() / temperature, targets)
+        known = [math.nan if logp is None else logp for logp in behavior[:length]]
+        behavior_logps = torch.tensor([known], device=device)
+        yield ScoredTokens(proximal, behavior_logps, torch.ones_like(targets, dtype=torch.bool))
+    model.train(was_training)
+
+
+def learned_tokens(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Mask the completion tokens to learn from, bool (B, T): no padding, and no tool output."""
     return (inputs["completion_mask"] * inputs.get("tool_mask", 1)).bool()
 
 
@@ -37,19 +72,25 @@ def cap_of(args: Any) -> float:
 
 
 def loss_metrics(
-    policy_logps: torch.Tensor,  # of the policy, (B, T)
-    proximal_logps: torch.Tensor,  # of the policy at rollout time, (B, T)
-    inputs: Mapping[str, torch.Tensor],  # of the loss
+    policy_logps: torch.Tensor,
+    proximal_logps: torch.Tensor,
+    inputs: Mapping[str, torch.Tensor],
     sum_over_processes: Callable[[torch.Tensor], torch.Tensor],
-    # with ACR: the cap C, and the bound 1 + ε_high that it lifts
     lifting: tuple[float, float] | None = None,
 ) -> dict[str, float]:
     """Return metrics of an update on B sequences of T completion tokens.
 
-    `policy/approx_kl` estimates KL(π_prox ‖ π_θ) in nats per token by k3, R − 1 − log R with R =
-    π_θ/π_prox (Schulman 2020, "Approximating KL Divergence"). `acr/*` are shares of all tokens
+    `policy/approx_kl` estimates KL(π_prox ‖ π_θ) in nats per token by k3, R − 1 − log R with
+    R = π_θ/π_prox (Schulman 2020, "Approximating KL Divergence"). `acr/*` are shares of all tokens
     learned from: those whose upper bound ACR lifted, and the subset of these that TIS would have
     clipped.
+
+    Args:
+        policy_logps: Of the policy, (B, T).
+        proximal_logps: Of the policy at rollout time, (B, T).
+        inputs: Of the loss.
+        sum_over_processes: Adds up a tensor over all processes.
+        lifting: With ACR, the cap C, and the bound 1 + ε_high that it lifts.
     """
     learned = learned_tokens(inputs)
     log_ratio = (policy_logps - proximal_logps).masked_fill(~learned, 0.0).double()  # (B, T)
@@ -57,11 +98,9 @@ def loss_metrics(
     if lifting is not None:
         cap, bound = lifting
         advantages = inputs["advantages"].reshape(len(learned), -1)  # (B, T) or (B, 1)
-        # (B, T)
-        lifted = learned & (
-            importance_ratio(proximal_logps, inputs["sampling_per_token_logps"]) > cap
-        )
-        is_clipped = torch.exp(policy_logps - inputs["old_per_token_logps"]) > bound  # (B, T)
+        rho = importance_ratio(proximal_logps, inputs["sampling_per_token_logps"])  # (B, T)
+        lifted = learned & (rho > cap)
+        is_clipped = torch.exp(policy_logps - inputs["old_per_token_logps"]) > bound
         let_through = lifted & (advantages > 0) & (log_ratio.exp() > bound) & ~is_clipped
         parts |= {"acr/lifted_share": lifted, "acr/let_through_share": let_through}
     sums = torch.stack([part.sum().float() for part in (learned, *parts.values())])

@@ -85,11 +85,8 @@ def start_engine(job: Job, policy: Any) -> LLM:
     from trl_qurl.quantization.plan import make_plan
     from trl_qurl.quantization.storage import write_config
     from trl_qurl.rollout.directory import CheckpointDirectory
-    from trl_qurl.rollout.engine.hardware import (
-        check_cpu_build,
-        cpu_cache_arguments,
-        kernel_environment,
-    )
+    from trl_qurl.rollout.engine.hardware import check_cpu_build, kernel_environment
+    from trl_qurl.rollout.repairs.cpu_memory import cpu_cache_arguments
     from trl_qurl.rollout.wire import WORKER_EXTENSION
 
     policy = getattr(policy, "get_base_model", lambda: policy)()

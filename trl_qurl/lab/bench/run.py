@@ -10,7 +10,7 @@ import argparse
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -117,43 +117,37 @@ def bench(
             workload,
             too_large=why_too_large(empty, workload.lora_rank, find_device(), share),
         )
+        fits = result.too_large is None
         if result.too_large is None:
             parts[TRAINING] = TRAINING
         else:
             say(result.too_large)
-        job = Job(
-            BASELINE,
-            directory,
-            workload,
-            tuple(ignore),
-            result.too_large is None,
-            dict(engine_kwargs),
-        )
+        compiles = not engine_kwargs.get("enforce_eager", not find_device().is_gpu)
         for number, (part, formats) in enumerate(parts.items(), 1):
-            job = replace(job, part=formats)
-            is_eager = part == TRAINING or engine_kwargs.get(
-                "enforce_eager", not find_device().is_gpu
-            )
-            say(
-                f"Measuring {job.description} ({number} of "
-                f"{len(parts)}){COMPILING * (not is_eager)}"
-            )
-            try:
-                costs = run_job(job)
-            except ChildProcessError as error:
-                if number == len(parts) and not result.measurements:
-                    raise
-                result.failures[part] = str(error)
-            else:
-                if part == TRAINING:
-                    result.training = costs
-                else:
-                    result.measurements[part] = costs
+            job = Job(formats, directory, workload, tuple(ignore), fits, dict(engine_kwargs))
+            compiling = COMPILING if compiles and part != TRAINING else ""
+            say(f"Measuring {job.description} ({number} of {len(parts)}){compiling}")
+            _measure(result, part, job, is_last=number == len(parts))
             result.conclude()
             result.seconds = time.monotonic() - started
             if output is not None:
                 write_json(result, output)
     return result
+
+
+def _measure(result: Bench, part: str, job: Job, is_last: bool) -> None:
+    """Add the costs of one part to the result, or why it failed."""
+    try:
+        costs = run_job(job)
+    except ChildProcessError as error:
+        if is_last and not result.measurements:
+            raise
+        result.failures[part] = str(error)
+        return
+    if part == TRAINING:
+        result.training = costs
+    else:
+        result.measurements[part] = costs
 
 
 def _check(workload: Workload, schemes: Sequence[str] | None) -> None:

@@ -48,9 +48,7 @@ def shared_settings(
 def build_config(
     algorithm: str, scheme: str | None, output_dir: Path, rollouts: int, seed: int, **changed: Any
 ) -> Config:
-    """Build the settings for reinforcement learning. `changed` overrides settings by name, for
-    studies.
-    """
+    """Build the settings for reinforcement learning; `changed` overrides some, for studies."""
     import torch
 
     import trl_qurl
@@ -76,9 +74,7 @@ def build_config(
 def build_trainer(
     policy_dir: Path, config: Config, peft_config: PeftConfig | None = None
 ) -> Trainer:
-    """Build the trainer that matches the config, with its engine started, on problems outside the
-    held-out split.
-    """
+    """Build the config's trainer, with its engine, on problems outside the held-out split."""
     from transformers import PrinterCallback
 
     import trl_qurl

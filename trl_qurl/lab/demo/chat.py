@@ -1,11 +1,10 @@
-"""The demo on the user's chat model: GRPO on one-digit
-arithmetic, with answers before and after.
-"""
+"""The demo on the user's chat model: GRPO on one-digit arithmetic, answers before and after."""
 
 from __future__ import annotations
 
 import re
 import time
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,13 +31,13 @@ class Question(NamedTuple):
 
 def questions(held_out: bool) -> list[Question]:
     """Return the 32 held-out questions or the other 96, with digits from 2 to 9."""
-    return [
-        Question(f"What is {a} {name} {b}?", operation(a, b))
-        for name, operation in OPERATIONS.items()
-        for a in range(2, 10)
-        for b in range(2, 10)
-        if ((a + 3 * b) % 4 == 0) == held_out
-    ]
+    selected = []
+    for name, operation in OPERATIONS.items():
+        for a, b in product(range(2, 10), repeat=2):
+            is_held_out = (a + 3 * b) % 4 == 0
+            if is_held_out == held_out:
+                selected.append(Question(f"What is {a} {name} {b}?", operation(a, b)))
+    return selected
 
 
 def conversation(question: Question) -> list[dict[str, str]]:
@@ -62,8 +61,9 @@ def right_number(completions: list[Any], answer: list[int], **kwargs: Any) -> li
 def build_chat_config(
     scheme: str | None, output_dir: Path, rollouts: int, seed: int, **changed: Any
 ) -> QuRLGRPOConfig:
-    """Build the settings: four updates per rollout of 32 completions. `changed` overrides settings
-    for studies.
+    """Build the settings: four updates per rollout of 32 completions.
+
+    `changed` overrides settings, for studies.
     """
     from trl_qurl import QuRLGRPOConfig
     from trl_qurl.lab.device import cpu_settings
@@ -89,9 +89,9 @@ def build_chat_trainer(model: str, config: QuRLGRPOConfig) -> QuRLGRPOTrainer:
     from trl_qurl import QuRLGRPOTrainer
 
     training = questions(held_out=False)
-    data = Dataset.from_dict(
-        {"prompt": list(map(conversation, training)), "answer": [q.answer for q in training]}
-    )
+    prompts = [conversation(question) for question in training]
+    answers = [question.answer for question in training]
+    data = Dataset.from_dict({"prompt": prompts, "answer": answers})
     return QuRLGRPOTrainer(model=model, reward_funcs=right_number, args=config, train_dataset=data)
 
 
@@ -100,20 +100,18 @@ def answer_greedily(trainer: QuRLGRPOTrainer) -> list[str]:
     from trl_qurl.lab.evaluation.callback import complete_greedily
     from trl_qurl.lab.evaluation.tasks import encode_prompt
 
-    tokenizer, generation = trainer.processing_class, trainer.vllm_generation
-    prompts = [
-        encode_prompt(tokenizer, conversation(question)) for question in questions(held_out=True)
-    ]
-    generation.sync_weights()
-    return tokenizer.batch_decode(complete_greedily(generation, prompts), skip_special_tokens=True)
+    tokenizer = trainer.processing_class
+    held_out = questions(held_out=True)
+    prompts = [encode_prompt(tokenizer, conversation(question)) for question in held_out]
+    trainer.vllm_generation.sync_weights()
+    completions = complete_greedily(trainer.vllm_generation, prompts)
+    return tokenizer.batch_decode(completions, skip_special_tokens=True)
 
 
 def accuracy(texts: list[str]) -> float:
     """Return the share of right answers to the held-out questions."""
-    right = [
-        is_right(text, question.answer)
-        for text, question in zip(texts, questions(held_out=True), strict=True)
-    ]
+    answers = [question.answer for question in questions(held_out=True)]
+    right = [is_right(text, answer) for text, answer in zip(texts, answers, strict=True)]
     return sum(right) / len(right)
 
 
@@ -133,34 +131,35 @@ def run_chat_demo(
     from trl_qurl.lab.runs import read_run
     from trl_qurl.trainers.run_log import RUN_LOG, append_row
 
-    # advice about the tokenizer, which the user did not choose
+    # Hide advice about the tokenizer, which the user did not choose.
     transformers_logging.set_verbosity_error()
     console = Console()
     config = build_chat_config(scheme, output_dir, rollouts, seed)
-    console.print(
-        f"Loading {model} and starting vLLM with {scheme.upper() if scheme else 'BF16'} rollouts"
-    )
+    name = scheme.upper() if scheme else "BF16"
+    console.print(f"Loading {model} and starting vLLM with {name} rollouts")
     trainer = build_chat_trainer(model, config)
     before = answer_greedily(trainer)
     started = time.perf_counter()
     use_step_lines(trainer)
     with live_line(trainer):
         trainer.train()
-    minutes, after = (time.perf_counter() - started) / 60, answer_greedily(trainer)
+    minutes = (time.perf_counter() - started) / 60
+    after = answer_greedily(trainer)
     print_answers(before, after, console)
-    first, last = accuracy(before), accuracy(after)
+    first = accuracy(before)
+    last = accuracy(after)
     for step, share in ((0, first), (config.max_steps, last)):  # for the picture
-        append_row(
-            output_dir / RUN_LOG,
-            {"step": step, "held_out_accuracy": share, "held_out_answers": len(after)},
-        )
+        row = {"step": step, "held_out_accuracy": share, "held_out_answers": len(after)}
+        append_row(output_dir / RUN_LOG, row)
     kl = [value for _, value in read_run(output_dir).series("mismatch/kl_k3")]
     console.print(
         f"Greedy answers to 32 held-out questions: {first:.2f} before, {last:.2f} after {rollouts} "
         f"rollouts in {minutes:.1f} minutes.\nKL between engine and policy: {kl[0]:.2g} nats per "
         f"token at the start, {kl[-1]:.2g} at the end."
     )
-    return None if last > first else f"accuracy went from {first:.2f} to {last:.2f}."
+    if last > first:
+        return None
+    return f"accuracy went from {first:.2f} to {last:.2f}."
 
 
 def print_answers(before: list[str], after: list[str], console: Console, count: int = 6) -> None:
@@ -168,7 +167,7 @@ def print_answers(before: list[str], after: list[str], console: Console, count: 
     table = new_table("", "", ("question", "before", "after"), ())
     held_out = questions(held_out=True)
     for index in range(0, len(held_out), len(held_out) // count):
-        table.add_row(
-            held_out[index].text, *(" ".join(answers[index].split()) for answers in (before, after))
-        )
+        old = " ".join(before[index].split())
+        new = " ".join(after[index].split())
+        table.add_row(held_out[index].text, old, new)
     console.print(table)

@@ -53,7 +53,9 @@ def run(args: argparse.Namespace) -> int:
     from trl_qurl.quantization.plan import read_formats
 
     scheme: Any = read_formats(args.scheme)  # a name: the parser allows no mapping
-    rollouts = args.rollouts if args.rollouts is not None else 120 if args.model is None else 20
+    rollouts = args.rollouts
+    if rollouts is None:
+        rollouts = 120 if args.model is None else 20
     if rollouts < 1:
         raise ValueError(f"--rollouts is {rollouts}: give at least 1.")
     if args.model is not None:
@@ -81,13 +83,14 @@ def run(args: argparse.Namespace) -> int:
         shortfall = run_demo(
             scheme, args.output_dir, rollouts, args.required_share, args.seed, args.algorithm
         )
-    draw_report(label_runs([read_run(args.output_dir)]), args.output_dir / "demo.png")
-    print(f"Log: {args.output_dir / RUN_LOG}\nFigure: {args.output_dir / 'demo.png'}")
-    own = f"grpo --model {args.model} --dataset FILE  # your questions"
-    print(
-        "Next: trl-qurl "
-        f"{own if args.model else 'demo --model HuggingFaceTB/SmolLM2-135M-Instruct'}"
-    )
-    if shortfall is not None:
-        print(f"trl-qurl: the demo failed: {shortfall}", file=sys.stderr)
-    return int(shortfall is not None)
+    figure = args.output_dir / "demo.png"
+    draw_report(label_runs([read_run(args.output_dir)]), figure)
+    print(f"Log: {args.output_dir / RUN_LOG}\nFigure: {figure}")
+    following = "demo --model HuggingFaceTB/SmolLM2-135M-Instruct"
+    if args.model:
+        following = f"grpo --model {args.model} --dataset FILE  # your questions"
+    print(f"Next: trl-qurl {following}")
+    if shortfall is None:
+        return 0
+    print(f"trl-qurl: the demo failed: {shortfall}", file=sys.stderr)
+    return 1

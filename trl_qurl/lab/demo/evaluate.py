@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from trl_qurl.lab.demo.task import PROMPT_TOKENS
+from trl_qurl.lab.demo.task import PROMPT_TOKENS, exact_match
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,24 +27,23 @@ class Accuracy(NamedTuple):
 
 
 def score_answers(answer_logits: Tensor, answer_ids: Tensor) -> Accuracy:
-    r"""Compute the accuracy of teacher-forced answers (B, A) from the logits (B, A, V) that predict
-    them.
+    r"""Compute the accuracy of answers (B, A) from the logits (B, A, V) that predict them.
 
-    The expected accuracy is
+    The answers are teacher-forced, and the expected accuracy is
 
     $$\frac{1}{B} \sum_b \exp \sum_a \log \pi(y_{b,a} \mid x_b, y_{b,<a})$$
     """
-    # (B, A)
-    logps = answer_logits.float().log_softmax(-1).gather(-1, answer_ids.unsqueeze(-1)).squeeze(-1)
+    all_logps = answer_logits.float().log_softmax(-1)  # (B, A, V)
+    logps = all_logps.gather(-1, answer_ids.unsqueeze(-1)).squeeze(-1)  # (B, A)
+    probabilities = logps.sum(-1).exp()  # (B,)
     correct = (answer_logits.argmax(-1) == answer_ids).all(-1)  # (B,)
-    return Accuracy(
-        expected=logps.sum(-1).exp().mean().item(), greedy=correct.float().mean().item()
-    )
+    return Accuracy(expected=probabilities.mean().item(), greedy=correct.float().mean().item())
 
 
 def measure_policy(model: PreTrainedModel, problem_ids: Tensor) -> Accuracy:
-    """Measure the full-precision policy on encoded problems (B, P + A); restores the model's
-    train/eval mode.
+    """Measure the full-precision policy on encoded problems (B, P + A).
+
+    The model's train/eval mode is restored.
     """
     import torch
 
@@ -61,12 +60,9 @@ def measure_actor(generation: QuantizedVLLMGeneration, problem_ids: Tensor) -> f
     """Sync the weights and measure the greedy accuracy of the rollout actor in the engine."""
     from trl_qurl.lab.evaluation.callback import complete_greedily
 
-    prompts, answers = (
-        problem_ids[:, :PROMPT_TOKENS].tolist(),
-        problem_ids[:, PROMPT_TOKENS:].tolist(),
-    )
+    prompts = problem_ids[:, :PROMPT_TOKENS].tolist()
+    answers = problem_ids[:, PROMPT_TOKENS:].tolist()
     generation.sync_weights()
     completions = complete_greedily(generation, prompts)
-    return sum(tokens == answer for tokens, answer in zip(completions, answers, strict=True)) / len(
-        answers
-    )
+    rewards = exact_match(completions, answers)
+    return sum(rewards) / len(rewards)

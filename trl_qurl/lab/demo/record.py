@@ -1,6 +1,4 @@
-"""One row per rollout, with TRL's log and the policy's exact accuracy: shown live and saved in
-`run.jsonl`.
-"""
+"""One row per rollout, with TRL's log and the policy's exact accuracy, in `run.jsonl`."""
 
 from __future__ import annotations
 
@@ -15,19 +13,18 @@ from trl_qurl.trainers.run_log import RUN_LOG, append_row
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import PreTrainedModel, TrainerState
+    from transformers import PreTrainedModel, TrainerControl, TrainerState, TrainingArguments
 
 Row = dict[str, Any]
 
 
 class RolloutRecorder(TrainerCallback):
-    """Callback that adds the full-precision policy's expected and greedy accuracy to every row, and
-    prints some.
-    """
+    """Callback that adds the policy's exact accuracies to every row, and prints some rows."""
 
     def __init__(self, problem_ids: Tensor, rollouts: int) -> None:
         self.problem_ids = problem_ids  # (B, P + A)
-        self._rollouts, self._done = rollouts, 0
+        self._rollouts = rollouts
+        self._done = 0
 
     def measure(self, model: PreTrainedModel) -> Row:
         """Return the metrics of the current policy. Studies override this to measure more."""
@@ -36,12 +33,13 @@ class RolloutRecorder(TrainerCallback):
 
     def on_log(
         self,
-        args: Any,
+        args: TrainingArguments,
         state: TrainerState,
-        *more: Any,
+        control: TrainerControl,
+        *,
         logs: Row,
         model: PreTrainedModel,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         """Measure the policy and add it to the run's log; TRL logs once per rollout."""
         if "reward" not in logs:  # the summary at the end of training

@@ -39,8 +39,7 @@ def run_demo(
     seed: int,
     algorithm: str,
 ) -> str | None:
-    """Warm-start, train and measure; print progress and a table, and write `run.jsonl` to
-    `output_dir`.
+    """Warm-start, train and measure; print a table, and write `run.jsonl` to `output_dir`.
 
     The arguments are the options of `trl-qurl demo`; `scheme` is `None` for BF16 rollouts. Returns
     why the demo failed, in one sentence, or `None`.
@@ -52,12 +51,11 @@ def run_demo(
 
     console = Console()
     name = scheme.upper() if scheme else "BF16"
-    # rejects a bad scheme before the warm start
+    # This rejects a bad scheme before the warm start.
     config = build_config(algorithm, scheme, output_dir, rollouts, seed)
     policy_dir = prepare_policy()
-    held_out = encode_problems(
-        sample_problems(HELD_OUT_PROBLEMS, seed=0, held_out=True), build_tokenizer()
-    )
+    problems = sample_problems(HELD_OUT_PROBLEMS, seed=0, held_out=True)
+    held_out = encode_problems(problems, build_tokenizer())
     console.print(f"Starting vLLM with the {name} actor")
     trainer = build_trainer(policy_dir, config)
     before = measure(trainer, held_out)

@@ -15,9 +15,11 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerFast
 
-SMALLEST, LARGEST = 100, 999  # three-digit operands
+SMALLEST = 100  # three-digit operands
+LARGEST = 999
 PROMPT_TOKENS = 8
-PAD, END = "<pad>", "<end>"
+PAD = "<pad>"
+END = "<end>"
 CHARACTERS = "0123456789+="
 VOCABULARY_SIZE = 100  # more than the task needs, so the policy has to learn to avoid unused tokens
 HELD_OUT_ONE_IN = 16
@@ -41,42 +43,42 @@ class Problem(NamedTuple):
 
     @property
     def held_out(self) -> bool:
-        """True if the problem belongs to the held-out split; `a+b` and `b+a` are always in the same
-        split.
-        """
+        """Whether the problem is in the held-out split, in which `b+a` then is, too."""
         low, high = sorted(self)
         # Knuth's multiplicative hash spreads neighbors over both splits and gives the same result
         # on every machine.
-        return ((low * 1000 + high) * 2654435761 % 2**32) * HELD_OUT_ONE_IN < 2**32
+        hashed = (low * 1000 + high) * 2654435761 % 2**32
+        return hashed * HELD_OUT_ONE_IN < 2**32
 
 
 def sample_problems(count: int, seed: int, held_out: bool = False) -> list[Problem]:
-    """Draw `count` problems from one split, uniformly with replacement; the same seed gives the
-    same problems.
+    """Draw `count` problems from one split, uniformly with replacement.
+
+    The same seed gives the same problems.
     """
     generator = random.Random(seed)
     problems: list[Problem] = []
     while len(problems) < count:
-        problem = Problem(
-            generator.randint(SMALLEST, LARGEST), generator.randint(SMALLEST, LARGEST)
-        )
+        left = generator.randint(SMALLEST, LARGEST)
+        right = generator.randint(SMALLEST, LARGEST)
+        problem = Problem(left, right)
         if problem.held_out == held_out:
             problems.append(problem)
     return problems
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Build a character-level tokenizer in Hugging Face's format, which TRL, vLLM and
-    llm-compressor can all load.
+    """Build a character-level tokenizer in Hugging Face's format.
+
+    TRL, vLLM and llm-compressor can all load it.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     symbols = [PAD, END, *CHARACTERS]
     symbols += [f"<unused{index}>" for index in range(VOCABULARY_SIZE - len(symbols))]
-    tokenizer = Tokenizer(
-        models.WordLevel({symbol: index for index, symbol in enumerate(symbols)}, unk_token=PAD)
-    )
+    vocabulary = {symbol: index for index, symbol in enumerate(symbols)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     # Set unk_token: for a Qwen2, loaders would otherwise add one whose id exceeds the embedding.
@@ -86,8 +88,9 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def encode_problems(problems: list[Problem], tokenizer: PreTrainedTokenizerFast) -> Tensor:
-    """Encode prompts and answers as one tensor of token ids, (B, P + A); the last column is the end
-    token.
+    """Encode prompts and answers as one tensor of token ids, (B, P + A).
+
+    The last column is the end token.
     """
     import torch
 
@@ -96,15 +99,12 @@ def encode_problems(problems: list[Problem], tokenizer: PreTrainedTokenizerFast)
 
 
 def build_dataset(problems: list[Problem], tokenizer: PreTrainedTokenizerFast) -> Dataset:
-    """Build a dataset for TRL with `prompt` (text) and `answer_ids` (the `A` token ids of the
-    correct answer).
-    """
+    """Build a dataset with `prompt`, a text, and `answer_ids`, the `A` tokens of the answer."""
     from datasets import Dataset
 
+    prompts = [problem.prompt for problem in problems]
     answers = encode_problems(problems, tokenizer)[:, PROMPT_TOKENS:].tolist()
-    return Dataset.from_dict(
-        {"prompt": [problem.prompt for problem in problems], "answer_ids": answers}
-    )
+    return Dataset.from_dict({"prompt": prompts, "answer_ids": answers})
 
 
 def exact_match(

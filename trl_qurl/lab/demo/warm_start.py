@@ -1,5 +1,4 @@
-"""Supervised training from scratch to an accuracy of about 47 %, which leaves room for
-reinforcement learning.
+"""Supervised training from scratch to an accuracy of about 47 %, which leaves room for RL.
 
 The result is cached under a hash of its settings and code, so a stale policy is never used.
 """
@@ -36,9 +35,7 @@ class WarmStartSettings:
 
 
 def cached_warm_start(settings: WarmStartSettings, cache_dir: Path) -> Path:
-    """Return the directory of the warm-started policy and its tokenizer, training it if it is not
-    cached.
-    """
+    """Return the directory of the warm-started policy and its tokenizer, trained if need be."""
 
     def make(path: Path) -> None:
         tokenizer = task.build_tokenizer()
@@ -61,9 +58,7 @@ def fingerprint(settings: WarmStartSettings) -> str:
 def train_warm_start(
     settings: WarmStartSettings, tokenizer: PreTrainedTokenizerFast
 ) -> Qwen2ForCausalLM:
-    """Train on fresh problems until the expected accuracy on
-    held-out problems reaches the target.
-    """
+    """Train on fresh problems until the expected accuracy on held-out ones reaches the target."""
     import torch
 
     from trl_qurl.lab.live import show_in_place
@@ -82,9 +77,8 @@ def train_warm_start(
     for update in range(1, settings.max_updates + 1):
         # A separate seed per update makes each batch independent of how many problems were rejected
         # before.
-        problems = task.sample_problems(
-            settings.batch_size, seed=settings.seed * 1_000_000 + update
-        )
+        seed = settings.seed * 1_000_000 + update
+        problems = task.sample_problems(settings.batch_size, seed)
         loss = answer_loss(policy, task.encode_problems(problems, tokenizer))
         optimizer.zero_grad()
         loss.backward()
@@ -98,18 +92,18 @@ def train_warm_start(
                 show_in_place(f"Warm start, update {update}: accuracy {accuracy:.3f}", is_done)
             if is_done:
                 return policy
-    outcome = (
+    raise ValueError(
         f"The warm start reached an accuracy of {accuracy:.2f} in "
-        f"max_updates={settings.max_updates}"
+        f"max_updates={settings.max_updates}, below target={settings.target}."
     )
-    raise ValueError(f"{outcome}, below target={settings.target}.")
 
 
 def build_model(
     tokenizer: PreTrainedTokenizerFast, seed: int, width: int = 128, layers: int = 3
 ) -> Qwen2ForCausalLM:
-    """Build a random float32 Qwen2, by default with 0.47 million parameters; the same seed gives
-    the same weights.
+    """Build a random float32 Qwen2, by default with 0.47 million parameters.
+
+    The same seed gives the same weights.
     """
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -133,10 +127,9 @@ def build_model(
 
 
 def answer_loss(policy: Qwen2ForCausalLM, problem_ids: Tensor) -> Tensor:
-    """Compute the mean cross-entropy (nats) of the answer tokens in encoded problems of shape (B, P
-    + A).
-    """
+    """Compute the mean cross-entropy of the answer tokens, in nats, of problems (B, P + A)."""
     from torch.nn.functional import cross_entropy
 
     logits = policy(input_ids=problem_ids[:, :-1]).logits[:, task.PROMPT_TOKENS - 1 :]  # (B, A, V)
-    return cross_entropy(logits.flatten(0, 1), problem_ids[:, task.PROMPT_TOKENS :].flatten())
+    answer_ids = problem_ids[:, task.PROMPT_TOKENS :]  # (B, A)
+    return cross_entropy(logits.flatten(0, 1), answer_ids.flatten())

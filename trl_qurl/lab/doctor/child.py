@@ -43,12 +43,11 @@ ADVICE = {
         "vLLM has no kernel for this format here, or VLLM_DISABLED_KERNELS disables it: see the "
         "lines `formats` and `variables`."
     ),
-    r"cannot reload its "
-    r"kernel": "Use another rollout_quantization; `trl-qurl doctor --scheme FORMAT` tries one.",
+    "cannot reload its kernel": (
+        "Use another rollout_quantization; `trl-qurl doctor --scheme FORMAT` tries one."
+    ),
 }
-"""Advice by pattern of an error from the underlying libraries, whose messages name the problem but
-not the fix.
-"""
+"""Advice by pattern of an error from other libraries, which name the problem but not the fix."""
 
 DEFAULT_ADVICE = (
     "See docs/troubleshooting.md, and the full output of `TRL_QURL_DEBUG=1 trl-qurl doctor`. If "
@@ -57,8 +56,9 @@ DEFAULT_ADVICE = (
 
 
 def check_in_child(name: str, module: str, seconds: float, *arguments: str) -> list[Line]:
-    """Return the lines of a module's `check(*arguments)`, or one named `name` that says how its
-    process failed.
+    """Return the lines of a module's `check(*arguments)`.
+
+    If its process fails, the only line is named `name` and says how.
     """
     deadline = time.monotonic() + seconds
 
@@ -78,13 +78,10 @@ def check_in_child(name: str, module: str, seconds: float, *arguments: str) -> l
         except TimeoutError as error:
             fault = str(error)
         except ChildFailure as failure:
-            status = failure.status
-            end = (
-                f"was killed by {signal.Signals(-status).name}"
-                if status < 0
-                else f"exited with status {status}"
-            )
-            fault = f"{end}; last output: {last_lines(log, 1) or 'none'}"
+            fault = f"exited with status {failure.status}"
+            if failure.status < 0:
+                fault = f"was killed by {signal.Signals(-failure.status).name}"
+            fault += f"; last output: {last_lines(log, 1) or 'none'}"
         if result.exists():
             outcome: list[Line] | str = pickle.loads(result.read_bytes())
             if isinstance(outcome, list):  # also if an engine failed only when it was stopped
@@ -93,21 +90,15 @@ def check_in_child(name: str, module: str, seconds: float, *arguments: str) -> l
         tail = last_lines(log, LOG_LINES)
         if shows_everything():
             print(log.read_text(encoding="utf-8", errors="replace"), file=sys.stderr)
-    advice = next(
-        (text for pattern, text in ADVICE.items() if re.search(pattern, f"{fault}\n{tail}")),
-        DEFAULT_ADVICE,
-    )
-    return [
-        Line(
-            name, textwrap.shorten(fault, LONGEST), Status.FAILED, advice, {"log": tail.split("\n")}
-        )
-    ]
+    told = f"{fault}\n{tail}"
+    matching = (advice for pattern, advice in ADVICE.items() if re.search(pattern, told))
+    advice = next(matching, DEFAULT_ADVICE)
+    text = textwrap.shorten(fault, LONGEST)
+    return [Line(name, text, Status.FAILED, advice, {"log": tail.split("\n")})]
 
 
 def answer(call: tuple[str, ...]) -> list[Line] | str:
-    """Call `check` of a module of this package with arguments; return its lines, or its error as
-    text.
-    """
+    """Call `check` of a module of this package; return its lines, or its error as text."""
     module, *arguments = call
     try:
         return import_module(f"trl_qurl.lab.doctor.{module}").check(*arguments)

@@ -1,6 +1,4 @@
-"""Options of `trl-qurl doctor`, and its checks in order: quick
-inspections first, then real trials.
-"""
+"""Options of `trl-qurl doctor`, and its checks in order: inspections first, then real trials."""
 
 from __future__ import annotations
 
@@ -9,21 +7,29 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import NamedTuple
 
 from trl_qurl.lab.comparison import read_schemes, split_schemes
 from trl_qurl.lab.doctor.child import check_in_child
 from trl_qurl.lab.doctor.environment import INSPECTIONS
 from trl_qurl.lab.doctor.report import Evidence, Line, Status, as_json, as_text
 
+
+class Trial(NamedTuple):
+    """A check that starts an engine."""
+
+    name: str
+    module: str
+    least_gpus: int
+
+
 TRIALS = (
-    ("server", "server", 0),
-    ("graphs", "fresh", 1),
-    ("sleep", "fresh", 1),
-    ("nccl", "server", 2),
+    Trial("server", "server", 0),
+    Trial("graphs", "fresh", 1),
+    Trial("sleep", "fresh", 1),
+    Trial("nccl", "server", 2),
 )
-"""Trials in the first format: name, module, lowest number of GPUs. Training is tried in each
-format.
-"""
+"""Trials in the first format. Training is tried in each format."""
 
 IMPORT_SECONDS = 120.0  # time limit for importing torch
 TRIAL_SECONDS = 600.0  # per trial; most of it is for compiling on a slow machine
@@ -65,56 +71,62 @@ def run(args: argparse.Namespace) -> int:
     failures = [line.name for line in lines if line.status is Status.FAILED]
     if args.json:
         print(as_json(lines))
+    elif failures:
+        print(f"FAILED: {', '.join(failures)}.")
     else:
-        print(f"FAILED: {', '.join(failures)}." if failures else "No check failed.")
-    return int(bool(failures))
+        print("No check failed.")
+    return 1 if failures else 0
 
 
 def examine(formats: Sequence[str], quick: bool) -> Iterator[Line]:
     """Yield the result of each check; standard error announces those that take long."""
-    results = []
+    failed: set[str] = set()  # names of lines
     for check in INSPECTIONS:
+        name = check.__name__.removeprefix("check_")
         try:
             line = check()
         except Exception as error:  # the other lines are still useful
-            name = check.__name__.removeprefix("check_")
-            line = Line(
-                name, f"could not be determined ({type(error).__name__}: {error}).", Status.NOTE
-            )
-        results.append(line)
+            text = f"could not be determined ({type(error).__name__}: {error})."
+            line = Line(name, text, Status.NOTE)
+        failed |= _failed([line])
         yield line
-    results += (devices := check_in_child("torch", "device", IMPORT_SECONDS))
+    devices = check_in_child("torch", "device", IMPORT_SECONDS)
+    failed |= _failed(devices)
     yield from devices
-    forms, gpus = (
-        formats or devices[-1].data.get("formats", ["int8"])[:1],
-        devices[0].data.get("gpus", 0),
-    )
-    names = {form: f"train-{'mixed' if form.startswith('{') else form}" for form in forms}
-    trials = [(form, name, "trial", 0) for form, name in names.items()] + [
-        (forms[0], *trial) for trial in TRIALS
-    ]
-    for form, name, module, least_gpus in trials:
-        required = ("vllm", "torch", names[form])
-        failed = [
-            line.name for line in results if line.status is Status.FAILED and line.name in required
-        ]
-        reason = ""
-        if failed:
-            reason = f"depends on the line {failed[0]}, which failed"
-        elif quick:
-            reason = "--quick starts no engine"
-        elif gpus < least_gpus:
-            reason = (
-                f"needs {'a GPU' if least_gpus == 1 else f'{least_gpus} GPUs'}; the tests simulate "
-                "it"
-            )
+    gpus = devices[0].data.get("gpus", 0)
+    forms = formats or devices[-1].data.get("formats", ["int8"])[:1]
+    trainings = {}
+    for form in forms:
+        name = "mixed" if form.startswith("{") else form
+        trainings[form] = Trial(f"train-{name}", "trial", 0)
+    trials = [*trainings.items(), *((forms[0], trial) for trial in TRIALS)]
+    for form, trial in trials:
+        required = ("vllm", "torch", trainings[form].name)
+        reason = _reason_to_skip(trial, [name for name in required if name in failed], quick, gpus)
         if reason:
-            lines = [Line(name, reason, Status.SKIPPED, evidence=Evidence.NONE)]
+            lines = [Line(trial.name, reason, Status.SKIPPED, evidence=Evidence.NONE)]
         else:
-            print(f"{name}: starting an engine in {form}; this may take minutes.", file=sys.stderr)
-            lines = [
-                replace(line, evidence=Evidence.TRIED)
-                for line in check_in_child(name, module, TRIAL_SECONDS, form, name)
-            ]
-        results += lines
+            print(
+                f"{trial.name}: starting an engine in {form}; this may take minutes.",
+                file=sys.stderr,
+            )
+            lines = check_in_child(trial.name, trial.module, TRIAL_SECONDS, form, trial.name)
+            lines = [replace(line, evidence=Evidence.TRIED) for line in lines]
+        failed |= _failed(lines)
         yield from lines
+
+
+def _failed(lines: Sequence[Line]) -> set[str]:
+    return {line.name for line in lines if line.status is Status.FAILED}
+
+
+def _reason_to_skip(trial: Trial, failed: Sequence[str], quick: bool, gpus: int) -> str:
+    """Say why a trial is left out; empty if it is not. `failed` are lines that it depends on."""
+    if failed:
+        return f"depends on the line {failed[0]}, which failed"
+    if quick:
+        return "--quick starts no engine"
+    if gpus < trial.least_gpus:
+        needed = "a GPU" if trial.least_gpus == 1 else f"{trial.least_gpus} GPUs"
+        return f"needs {needed}; the tests simulate it"
+    return ""

@@ -1,6 +1,4 @@
-"""Checks that ask torch: the devices it sees or why not, and the
-formats that vLLM can run on them.
-"""
+"""Checks that ask torch: which devices it has, or why none, and the formats that vLLM can run."""
 
 from __future__ import annotations
 
@@ -17,7 +15,9 @@ from trl_qurl.rollout.engine.hardware import saturates
 
 OLDEST_DRIVERS = {13: 580, 12: 525}
 """Minimum NVIDIA driver by major CUDA version, from NVIDIA's page on minor version compatibility.
-docs/installation.md has the same table."""
+
+docs/installation.md has the same table.
+"""
 
 
 def check() -> list[Line]:
@@ -35,41 +35,35 @@ def check_torch(cuda: str | None, driver: str | None) -> Line:
     built = f"torch {torch.__version__} {f'for CUDA {cuda}' if cuda else 'without CUDA'}"
     if torch.cuda.is_available():
         return describe_gpus(built)
-    if driver is None and shutil.which("nvidia-smi"):
-        return Line(
-            "torch",
-            "nvidia-smi does not respond.",
-            Status.FAILED,
-            "Reinstall the NVIDIA driver, or reboot.",
-        )
-    if driver is None and cuda:
+    if driver is not None:
+        text = f"{built} sees no GPU, although NVIDIA driver {driver} responds."
+        return Line("torch", text, Status.FAILED, _advice_for_driver(cuda, driver))
+    if shutil.which("nvidia-smi"):
+        advice = "Reinstall the NVIDIA driver, or reboot."
+        return Line("torch", "nvidia-smi does not respond.", Status.FAILED, advice)
+    if cuda:
+        text = f"{built}, but this machine has no NVIDIA driver."
         advice = "If this machine has a GPU, install its driver (docs/installation.md)."
-        return Line(
-            "torch", f"{built}, but this machine has no NVIDIA driver.", Status.NOTE, advice
-        )
-    if driver is None:
-        return describe_cpu(built)
-    major, oldest = (
-        int(driver.partition(".")[0]),
-        OLDEST_DRIVERS.get(int((cuda or "0").partition(".")[0]), 0),
-    )
+        return Line("torch", text, Status.NOTE, advice)
+    return describe_cpu(built)
+
+
+def _advice_for_driver(cuda: str | None, driver: str) -> str:
+    """Say what to do if torch, built for this CUDA, sees no GPU with this driver."""
     if cuda is None:
-        advice = (
+        return (
             "Install torch for CUDA (docs/installation.md), or run `make setup PROFILE=gpu` in a "
             "clone."
         )
-    elif major >= oldest:
-        advice = "Check CUDA_VISIBLE_DEVICES, and the container's GPU access (--gpus all)."
-    else:
-        runs = next((cuda for cuda, oldest in OLDEST_DRIVERS.items() if major >= oldest), None)
-        alternative = (
-            f", or install builds for CUDA {runs}"
-            if runs
-            else "; no current vLLM build supports it"
-        )
-        advice = f"Update the driver to {oldest} or newer{alternative} (docs/installation.md)."
-    text = f"{built} sees no GPU, although NVIDIA driver {driver} responds."
-    return Line("torch", text, Status.FAILED, advice)
+    major = int(driver.partition(".")[0])
+    needed = OLDEST_DRIVERS.get(int(cuda.partition(".")[0]), 0)
+    if major >= needed:
+        return "Check CUDA_VISIBLE_DEVICES, and the container's GPU access (--gpus all)."
+    alternative = "; no current vLLM build supports it"
+    supported = [version for version, oldest in OLDEST_DRIVERS.items() if major >= oldest]
+    if supported:
+        alternative = f", or install builds for CUDA {supported[0]}"
+    return f"Update the driver to {needed} or newer{alternative} (docs/installation.md)."
 
 
 def describe_gpus(built: str) -> Line:
@@ -77,26 +71,34 @@ def describe_gpus(built: str) -> Line:
     descriptions = []
     for index in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(index)
-        free, total = (size / GIB for size in torch.cuda.mem_get_info(index))
-        capability = f"compute capability {device.major}.{device.minor}"
-        descriptions.append(f"{device.name}, {free:.0f} of {total:.0f} GiB free, {capability}")
-    text, advice = f"{built}, NVIDIA driver {driver_version()}; {'; '.join(descriptions)}", ""
+        free, total = torch.cuda.mem_get_info(index)
+        descriptions.append(
+            f"{device.name}, {free / GIB:.0f} of {total / GIB:.0f} GiB free, compute capability "
+            f"{device.major}.{device.minor}"
+        )
+    text = f"{built}, NVIDIA driver {driver_version()}; {'; '.join(descriptions)}"
+    status = Status.OK
+    advice = ""
     if full_precision()[1] == "float16":
+        status = Status.NOTE
         advice = (
             "No bfloat16 support: use --bf16 false --fp16 true, and an engine in float16 "
             "(docs/installation.md)."
         )
-    return Line(
-        "torch", text, Status.NOTE if advice else Status.OK, advice, {"gpus": len(descriptions)}
-    )
+    return Line("torch", text, status, advice, {"gpus": len(descriptions)})
 
 
 def describe_cpu(built: str) -> Line:
     """Describe the processor, on which everything runs."""
     cpu = torch.cpu.get_capabilities()
-    processor = f"{cpu['cpu_name']}, {(count := torch.get_num_threads())} thread{'s' * (count > 1)}"
-    text, advice = f"{built}, no NVIDIA driver: everything runs on the CPU ({processor})", ""
+    count = torch.get_num_threads()
+    threads = "1 thread" if count == 1 else f"{count} threads"
+    processor = f"{cpu['cpu_name']}, {threads}"
+    text = f"{built}, no NVIDIA driver: everything runs on the CPU ({processor})"
+    status = Status.OK
+    advice = ""
     if not any(cpu.get(name) for name in BF16_INSTRUCTIONS):
+        status = Status.NOTE
         advice = (
             "This CPU emulates bfloat16, in 16-bit rollouts and in bf16 training: train in float32 "
             "(--bf16 false)."
@@ -106,18 +108,18 @@ def describe_cpu(built: str) -> Line:
                 " And vLLM's INT8 sums saturate here, because there is no VNNI: good for a trial "
                 "only."
             )
-    return Line("torch", text, Status.NOTE if advice else Status.OK, advice)
+    return Line("torch", text, status, advice)
 
 
 def check_formats() -> Line:
     """List the formats with vLLM kernels on this machine, and what the others need."""
     here = [*candidates(None), UNQUANTIZED]
     text = f"vLLM runs {', '.join(here)} (16 bits) here"
-    others = [
-        f"{name} {'.'.join(map(str, SCHEMES[name].lowest_gpu))}"
-        for name in SCHEMES
-        if name not in here
-    ]
+    others = []
+    for name, scheme in SCHEMES.items():
+        if name not in here:
+            major, minor = scheme.lowest_gpu
+            others.append(f"{name} {major}.{minor}")
     if others:
         text += f". Lowest compute capability for the others: {', '.join(others)}"
     evidence = Evidence.SIMULATED if torch.cuda.is_available() else Evidence.READ

@@ -14,6 +14,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -55,43 +56,37 @@ def check_python() -> Line:
     commit = ""
     root = Path(__file__).parents[3]
     if (root / ".git").exists() and shutil.which("git"):
-        git = [
-            "git",
-            "-C",
-            str(root),
-            "describe",
-            "--always",
-            "--dirty",
-            "--abbrev=10",
-            "--exclude=*",
-        ]
-        done = subprocess.run(git, capture_output=True, text=True, timeout=5, check=False)
+        command = ["git", "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*"]
+        done = subprocess.run(
+            command, cwd=root, capture_output=True, text=True, timeout=5, check=False
+        )
         commit = f" (commit {done.stdout.strip() or 'unknown'})"
     system = f"{platform.system()} {platform.release()}, {platform.machine()}"
-    return Line(
-        "python", f"trl-qurl {__version__}{commit}, Python {platform.python_version()}, {system}"
-    )
+    text = f"trl-qurl {__version__}{commit}, Python {platform.python_version()}, {system}"
+    return Line("python", text)
 
 
 def check_packages() -> Line:
     """List all relevant packages, or only the incompatible ones."""
     versions = dict(map(installed, PACKAGES))
     listed = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
-    if misfits := list(find_misfits()):
-        requirements = " ".join(f"'{requirement}'" for _, requirement in misfits)
-        problems = "; ".join(problem for problem, _ in misfits)
-        advice = f"Run `pip install {requirements}`."
-        return Line("packages", f"{problems}.", Status.FAILED, advice, {"installed": listed})
-    return Line("packages", listed)
+    misfits = list(find_misfits())
+    if not misfits:
+        return Line("packages", listed)
+    requirements = " ".join(f"'{requirement}'" for _, requirement in misfits)
+    problems = "; ".join(problem for problem, _ in misfits)
+    advice = f"Run `pip install {requirements}`."
+    return Line("packages", f"{problems}.", Status.FAILED, advice, {"installed": listed})
 
 
 def installed(name: str) -> tuple[str, str | None]:
     """Return a package's distribution name and its version, `None` if it is not installed."""
-    for candidate in (name, CPU_BUILD) if name == "vllm" else (name,):
-        try:
+    candidates = [name]
+    if name == "vllm":
+        candidates.append(CPU_BUILD)
+    for candidate in candidates:
+        with suppress(importlib.metadata.PackageNotFoundError):
             return candidate, importlib.metadata.version(candidate)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return name, None
 
 
@@ -113,10 +108,8 @@ def find_misfits() -> Iterator[tuple[str, Requirement]]:
         requirement.marker = None
         requirement.name, version = installed(requirement.name)
         if version is not None and not requirement.specifier.contains(version, prereleases=True):
-            yield (
-                f"{requirement.name} {version} is installed, but trl-qurl requires {requirement}",
-                requirement,
-            )
+            found = f"{requirement.name} {version} is installed"
+            yield f"{found}, but trl-qurl requires {requirement}", requirement
         elif version is None and required:
             yield f"{requirement} is missing", requirement
 
@@ -132,7 +125,9 @@ def driver_version() -> str | None:
     except subprocess.TimeoutExpired:
         return None
     version = done.stdout.partition("\n")[0].strip()
-    return version if done.returncode == 0 and re.fullmatch(r"\d+(\.\d+)*", version) else None
+    if done.returncode or not re.fullmatch(r"\d+(\.\d+)*", version):
+        return None
+    return version
 
 
 def check_vllm() -> Line:
@@ -140,35 +135,21 @@ def check_vllm() -> Line:
     name, version = installed("vllm")
     if importlib.util.find_spec("vllm") is None or version is None:
         text = "vLLM is not installed, but training requires it."
-        return Line(
-            "vllm",
-            text,
-            Status.FAILED,
-            "Run `pip install 'trl-qurl[vllm]'`, or `make setup` in a clone.",
-        )
-    text, is_cpu_build, has_driver = (
-        f"{name} {version}",
-        name == CPU_BUILD,
-        driver_version() is not None,
-    )
+        advice = "Run `pip install 'trl-qurl[vllm]'`, or `make setup` in a clone."
+        return Line("vllm", text, Status.FAILED, advice)
+    text = f"{name} {version}"
+    is_cpu_build = name == CPU_BUILD
+    has_driver = driver_version() is not None
     if is_cpu_build and has_driver:
+        text += " is vLLM's CPU build, so rollouts will not use the GPU."
         advice = f"Run `make setup PROFILE=gpu` in a clone, or replace {CPU_BUILD} with vllm."
-        return Line(
-            "vllm",
-            f"{text} is vLLM's CPU build, so rollouts will not use the GPU.",
-            Status.NOTE,
-            advice,
-        )
+        return Line("vllm", text, Status.NOTE, advice)
     if not is_cpu_build and not has_driver:
+        text += " is built for GPUs, but no NVIDIA driver responds."
         advice = (
             f"Run `make setup PROFILE=cpu` in a clone for {CPU_BUILD}, or install the GPU's driver."
         )
-        return Line(
-            "vllm",
-            f"{text} is built for GPUs, but no NVIDIA driver responds.",
-            Status.FAILED,
-            advice,
-        )
+        return Line("vllm", text, Status.FAILED, advice)
     return Line("vllm", text)
 
 
@@ -176,22 +157,24 @@ def check_memory() -> Line:
     """Report the free memory of the machine or the container."""
     lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     size = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
-    total, free = size["MemTotal"], size["MemAvailable"]
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and used.exists() and (bound := limit.read_text().strip()) != "max":
-        total, free = min(total, int(bound)), min(free, int(bound) - int(used.read_text()))
-    advice = (
-        "Trainer and engine of a small model need about 4 GiB: free some memory."
-        if free < 4 * GIB
-        else ""
-    )
+    total = size["MemTotal"]
+    free = size["MemAvailable"]
+    cgroup = Path("/sys/fs/cgroup")
+    with suppress(OSError, ValueError):  # without a limit, there is no file, or it says "max"
+        limit = int((cgroup / "memory.max").read_text())
+        free = min(free, limit - int((cgroup / "memory.current").read_text()))
+        total = min(total, limit)
     text = f"{free / GIB:.1f} of {total / GIB:.1f} GiB are free"
-    return Line("memory", text, Status.NOTE if advice else Status.OK, advice)
+    if free < 4 * GIB:
+        advice = "Trainer and engine of a small model need about 4 GiB: free some memory."
+        return Line("memory", text, Status.NOTE, advice)
+    return Line("memory", text)
 
 
 def check_shm() -> Line:
-    """Check the free space in /dev/shm, through which processes exchange weights; containers often
-    have 64 MiB.
+    """Check the free space in /dev/shm, through which processes exchange weights.
+
+    Containers often have 64 MiB.
     """
     free = shutil.disk_usage("/dev/shm").free / GIB
     if free < 1:

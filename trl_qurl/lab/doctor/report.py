@@ -68,14 +68,16 @@ def as_text(line: Line) -> str:
     wrapped = wrapper.wrap(line.text)
     if line.advice:
         # An arrow on a new line, because the reader has to act on it.
-        wrapper.initial_indent, wrapper.subsequent_indent = f"{indent}-> ", f"{indent}   "
+        wrapper.initial_indent = f"{indent}-> "
+        wrapper.subsequent_indent = f"{indent}   "
         wrapped += wrapper.wrap(line.advice)
     return "\n".join(wrapped)
 
 
 def as_json(lines: list[Line]) -> str:
-    """Format all lines with their data for a public post: without secrets, home directories, user
-    and host names.
+    """Format all lines with their data for a public post.
+
+    Secrets, home directories, user and host names are replaced.
     """
     works = all(line.status is not Status.FAILED for line in lines)
     content = {"trl_qurl": __version__, "works": works, "lines": [asdict(line) for line in lines]}
@@ -87,7 +89,9 @@ def _redact(value: Any) -> Any:
         return _without_private(value)
     if isinstance(value, dict):
         return {name: _redact(part) for name, part in value.items()}
-    return [_redact(part) for part in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_redact(part) for part in value]
+    return value
 
 
 def _without_private(text: str) -> str:

@@ -1,3 +1,1 @@
-"""Evaluate models on questions with checkable answers: generation with vLLM, grading with
-math-verify, intervals.
-"""
+"""Evaluate models on questions: answers by vLLM, grades by math-verify, intervals."""

@@ -6,12 +6,13 @@ other.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from accelerate.utils import gather_object
-from transformers import Trainer, TrainerControl, TrainerState
+from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
 from trl_qurl.lab.evaluation.tasks import Task, are_correct, encode_prompt, load_tasks
 from trl_qurl.trainers.callbacks import TrainerAwareCallback
@@ -25,12 +26,11 @@ ENDS = ("stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos")
 
 
 class TaskEvaluationCallback(TrainerAwareCallback):
-    """Callback that runs benchmarks before the first optimizer step and every N steps; pass it in
-    `callbacks=[...]`.
+    """Callback that runs benchmarks before the first optimizer step and every N steps.
 
-    The actor answers: the quantized copy of the policy in the engine. Logs
-    `eval_<task>/actor_avg@1`, `..._tokens` (mean length) and `..._finished` (share of answers that
-    ended before the token limit), and `eval_<task>/seconds`.
+    Pass it in `callbacks=[...]`. The actor answers: the quantized copy of the policy in the engine.
+    Logs `eval_<task>/actor_avg@1`, `..._tokens` (mean length) and `..._finished` (share of answers
+    that ended before the token limit), and `eval_<task>/seconds`.
 
     Args:
         tasks: Benchmarks as for `trl-qurl eval`: `gsm8k`, `math500`, ..., a local file,
@@ -55,7 +55,11 @@ class TaskEvaluationCallback(TrainerAwareCallback):
         self._every = every
 
     def on_train_begin(
-        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         """Evaluate the initial policy, unless training resumes."""
         trainer = self.trainer
@@ -63,13 +67,17 @@ class TaskEvaluationCallback(TrainerAwareCallback):
             self._evaluate(trainer)
 
     def on_step_end(
-        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         """Evaluate every N steps."""
         if state.global_step % self._every == 0:
             should_log = control.should_log
             self._evaluate(self.trainer)
-            # logging our row cleared it, but this step's row is still due
+            # Logging our row cleared it, but this step's row is still due.
             control.should_log = should_log
 
     def _evaluate(self, trainer: Any) -> None:
@@ -82,14 +90,16 @@ class TaskEvaluationCallback(TrainerAwareCallback):
 
 
 def evaluate_task(trainer: Any, task: Task) -> dict[str, float]:
-    """Answer all questions of a task, split across processes, and compute metrics; every process
-    must call this.
+    """Answer all questions of a task, split across processes, and compute metrics.
+
+    Every process must call this.
     """
     accelerator = trainer.accelerator
-    share = -(-len(task.prompts) // accelerator.num_processes)
+    count = len(task.prompts)
+    share = math.ceil(count / accelerator.num_processes)
     first = accelerator.process_index * share
     # A server requires the same number of prompts from each process, so pad with the last question.
-    indices = [min(index, len(task.prompts) - 1) for index in range(first, first + share)]
+    indices = [min(index, count - 1) for index in range(first, first + share)]
     if trainer.state.global_step != trainer._last_loaded_step:
         trainer.vllm_generation.sync_weights()
         trainer._last_loaded_step = trainer.state.global_step
@@ -101,18 +111,14 @@ def evaluate_task(trainer: Any, task: Task) -> dict[str, float]:
     ]
     completions = complete_greedily(trainer.vllm_generation, prompts)
     texts = trainer.processing_class.batch_decode(completions, skip_special_tokens=True)
-    rows = [
-        (correct, len(tokens), bool(tokens) and tokens[-1] in trainer.eos_token_ids)
-        for correct, tokens in zip(
-            are_correct(texts, [task.solutions[i] for i in indices]), completions, strict=True
-        )
-    ]
-    rows = gather_object(rows)[: len(task.prompts)]
+    correct = are_correct(texts, [task.solutions[index] for index in indices])
+    lengths = [len(tokens) for tokens in completions]
+    finished = [bool(tokens) and tokens[-1] in trainer.eos_token_ids for tokens in completions]
+    rows = gather_object(list(zip(correct, lengths, finished, strict=True)))[:count]
+    columns = zip(*rows, strict=True)
     return {
-        f"eval_{task.name}/actor_{metric}": sum(column) / len(rows)
-        for metric, column in zip(
-            ("avg@1", "tokens", "finished"), zip(*rows, strict=True), strict=True
-        )
+        f"eval_{task.name}/actor_{metric}": sum(column) / count
+        for metric, column in zip(("avg@1", "tokens", "finished"), columns, strict=True)
     }
 
 
@@ -125,9 +131,8 @@ def complete_greedily(
     completion.
     """
     own = generation.__dict__
-    ends = {
-        name: value for name, value in (own.get("generation_kwargs") or {}).items() if name in ENDS
-    }
+    given = own.get("generation_kwargs") or {}
+    ends = {name: given[name] for name in ENDS if name in given}
     greedy = {
         "temperature": 0.0,
         "repetition_penalty": 1.0,
@@ -140,6 +145,6 @@ def complete_greedily(
         completions = generation.generate(prompts=prompts, images=None, num_generations=1)[1]
     finally:
         own.update(previous)
-        # otherwise the next rollout's row would include these seconds and tokens
-        generation.pop_cost()
+        # Otherwise the next rollout's row would include these seconds and tokens.
+        generation.cost.take()
     return [list(completion) for completion in completions]

@@ -1,9 +1,8 @@
-"""`trl-qurl eval`: answer benchmarks with one process per number format, and compare the formats
-question by question.
+"""`trl-qurl eval`: answer benchmarks in several number formats, and compare them by question.
 
-All files are in one directory: `eval.json` has the settings, `<format>.jsonl` the graded answers,
-and `results.json` the results. Running again with the same settings answers only in the formats
-that are not finished.
+Each format has a process of its own. All files are in one directory: `eval.json` has the settings,
+`<format>.jsonl` the graded answers, and `results.json` the results. Running again with the same
+settings answers only in the formats that are not finished.
 """
 
 from __future__ import annotations
@@ -11,10 +10,15 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trl_qurl.cli.options import add_ignore, check_model
 from trl_qurl.lab.comparison import BASELINE, add_kwargs, add_schemes, read_schemes, write_json
+
+if TYPE_CHECKING:
+    from trl_qurl.lab.evaluation.tasks import Task
+    from trl_qurl.lab.evaluation.worker import Job
+    from trl_qurl.quantization.plan import Formats
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,12 +76,9 @@ def run(args: argparse.Namespace) -> int:
 
     from rich.console import Console
 
-    from trl_qurl.lab.device import full_precision
     from trl_qurl.lab.evaluation.results import build_table, summarize
-    from trl_qurl.lab.evaluation.worker import Job, answer_once
-    from trl_qurl.quantization.plan import schemes_of
-    from trl_qurl.rollout.engine.hardware import kernel_environment
-    from trl_qurl.rollout.engine.launch import content_digest, resolve_model, starting_checkpoint
+    from trl_qurl.lab.evaluation.worker import answer_once
+    from trl_qurl.rollout.engine.launch import content_digest, resolve_model
 
     formats = check_arguments(args)
     tasks = load_tasks(specs, args.limit)
@@ -98,33 +99,12 @@ def run(args: argparse.Namespace) -> int:
     }
     output_dir = args.output_dir or Path(f"eval-{Path(args.model).name}")
     keep_settings(settings, output_dir)
-    sixteen_bit, dtype = full_precision()
-    if "quantization_config" in json.loads(
-        Path(directory, "config.json").read_text(encoding="utf-8")
-    ):
-        sixteen_bit = "as stored"
-    answers, arguments = {}, {"dtype": dtype, **args.engine_kwargs}
+    answers = {}
     for name, form in formats.items():
-        label, checkpoint = sixteen_bit, directory
-        if form is not None:
-            label, checkpoint = (
-                name.upper(),
-                str(starting_checkpoint(directory, form, args.ignore, arguments)),
-            )
-        environment = kernel_environment(*schemes_of(form))
-        job = Job(
-            label,
-            checkpoint,
-            tasks,
-            sampling,
-            args.seed,
-            environment,
-            arguments,
-            args.chat_template_kwargs,
-        )
+        job = make_job(args, name, form, directory, tasks, sampling)
         # The name of a checkpoint has a digest of its formats by pattern.
-        stem = name if isinstance(form, str | None) else Path(checkpoint).name
-        answers[label] = answer_once(job, output_dir / f"{stem}.jsonl")
+        stem = name if isinstance(form, str | None) else Path(job.model).name
+        answers[job.label] = answer_once(job, output_dir / f"{stem}.jsonl")
     results = summarize(answers)
     write_json({**settings, "results": results}, output_dir / "results.json")
     Console().print(build_table(results, args.model))
@@ -132,7 +112,44 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def check_arguments(args: argparse.Namespace) -> dict[str, Any]:
+def make_job(
+    args: argparse.Namespace,
+    name: str,
+    form: Formats | None,
+    directory: str,
+    tasks: list[Task],
+    sampling: dict[str, Any],
+) -> Job:
+    """Return the evaluation of a model's directory in one format, which is quantized first."""
+    from trl_qurl.lab.device import full_precision
+    from trl_qurl.lab.evaluation.worker import Job
+    from trl_qurl.quantization.plan import schemes_of
+    from trl_qurl.rollout.engine.hardware import kernel_environment
+    from trl_qurl.rollout.engine.launch import starting_checkpoint
+
+    label, dtype = full_precision()
+    arguments = {"dtype": dtype, **args.engine_kwargs}
+    checkpoint = directory
+    if form is not None:
+        label = name.upper()
+        checkpoint = str(starting_checkpoint(directory, form, args.ignore, arguments))
+    else:
+        config = Path(directory, "config.json").read_text(encoding="utf-8")
+        if "quantization_config" in json.loads(config):
+            label = "as stored"
+    return Job(
+        label,
+        checkpoint,
+        tasks,
+        sampling,
+        args.seed,
+        kernel_environment(*schemes_of(form)),
+        engine_kwargs=arguments,
+        template=args.chat_template_kwargs,
+    )
+
+
+def check_arguments(args: argparse.Namespace) -> dict[str, Formats]:
     """Check what can be checked at once, and return the formats by short name."""
     from trl_qurl.lab.packages import require
     from trl_qurl.rollout.engine.launch import require_vllm
@@ -150,13 +167,12 @@ def check_arguments(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def keep_settings(settings: dict[str, Any], output_dir: Path) -> None:
-    """Save the settings; raise `ValueError` if the directory
-    contains answers from different ones.
-    """
+    """Save the settings; raise `ValueError` if the directory has answers from different ones."""
     path = output_dir / "eval.json"
     if any(output_dir.glob("*.jsonl")) and path.exists():
         previous = json.loads(path.read_text(encoding="utf-8"))
-        if changed := [name for name, value in settings.items() if previous.get(name) != value]:
+        changed = [name for name, value in settings.items() if previous.get(name) != value]
+        if changed:
             raise ValueError(
                 f"{output_dir} contains answers from an evaluation with different settings "
                 f"({', '.join(changed)}): use another --output-dir, or delete the directory to "

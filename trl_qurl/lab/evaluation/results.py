@@ -40,25 +40,27 @@ class Result:
 
 
 def summarize(answers: Mapping[str, Sequence[Answer]]) -> list[Result]:
-    """Compute the results of every task from the answers of each format; differences are from the
-    first format.
+    """Compute the results of every task from the answers of each format.
+
+    Differences are from the first format.
     """
     baseline = next(iter(answers.values()))
     results = []
     for task in dict.fromkeys(answer.task for answer in baseline):
         expected = _correct_by_question(baseline, task)
         for label, graded in answers.items():
-            correct, own = (
-                _correct_by_question(graded, task),
-                [answer for answer in graded if answer.task == task],
-            )
+            correct = _correct_by_question(graded, task)
+            difference = None
+            if graded is not baseline:
+                difference = paired_difference(correct, expected)
+            own = [answer for answer in graded if answer.task == task]
             results.append(
                 Result(
                     task,
                     label,
                     questions=len(correct),
                     accuracy=average_at_k(correct),
-                    difference=None if graded is baseline else paired_difference(correct, expected),
+                    difference=difference,
                     tokens=fmean(answer.tokens for answer in own),
                     finished=fmean(answer.finished for answer in own),
                 )
@@ -68,20 +70,27 @@ def summarize(answers: Mapping[str, Sequence[Answer]]) -> list[Result]:
 
 def build_table(results: Sequence[Result], model: str) -> Table:
     """Build a table in percent, with 95 % intervals in brackets, within 100 columns."""
-    several = any(result.difference for result in results)
-    caption = "%, with 95 % intervals" + ("; difference from the first format" if several else "")
-    figures = ("right", *(["difference"] if several else []), "tokens", "cut off")
+    has_differences = any(result.difference for result in results)
+    caption = "%, with 95 % intervals"
+    figures = ["right", "tokens", "cut off"]
+    if has_differences:
+        caption += "; difference from the first format"
+        figures.insert(1, "difference")
     table = new_table(model, caption, ("task", "format"), figures)
     for result in results:
-        difference = "" if result.difference is None else _with_interval(result.difference, "+.1f")
-        table.add_row(
-            f"{result.task} ({result.questions})" if result.format == results[0].format else "",
+        is_first = result.format == results[0].format
+        cells = [
+            f"{result.task} ({result.questions})" if is_first else "",
             result.format,
             _with_interval(result.accuracy, ".1f"),
-            *([difference] if several else []),
             f"{result.tokens:.0f}",
             f"{100 * (1 - result.finished):.1f}",
-        )
+        ]
+        if result.difference is not None:
+            cells.insert(3, _with_interval(result.difference, "+.1f"))
+        elif has_differences:
+            cells.insert(3, "")
+        table.add_row(*cells)
     return table
 
 
@@ -95,7 +104,7 @@ def _correct_by_question(answers: Sequence[Answer], task: str) -> list[list[bool
 
 
 def _with_interval(estimate: Estimate, spec: str) -> str:
-    value, low, high = (
-        format(100 * share, spec) for share in (estimate.value, estimate.low, estimate.high)
-    )
+    value = format(100 * estimate.value, spec)
+    low = format(100 * estimate.low, spec)
+    high = format(100 * estimate.high, spec)
     return f"{value} [{low}, {high}]"

@@ -1,5 +1,4 @@
-"""Accuracy, and the difference in accuracy between two sets of answers to the same questions, with
-intervals.
+"""Accuracy, and its difference between two sets of answers to the same questions, with intervals.
 
 The questions are the sample: more answers to the same questions narrow an interval only as far as
 the answers to one question differ.
@@ -71,19 +70,16 @@ def paired_difference(
     Returns:
         The difference of the two shares, positive if `graded` is better.
     """
-    # (Q,)
-    differences = [
-        fmean(ours) - fmean(theirs) for ours, theirs in zip(graded, baseline, strict=True)
-    ]
+    pairs = zip(graded, baseline, strict=True)
+    differences = [fmean(ours) - fmean(theirs) for ours, theirs in pairs]  # (Q,)
     # Two questions whose squares add up to 1.
     return _mean(differences, added=(math.sqrt(0.5), -math.sqrt(0.5)), lowest=-1.0)
 
 
 def _mean(values: Sequence[float], added: Sequence[float], lowest: float) -> Estimate:
-    """Return the mean of values in [lowest, 1], with the interval
-    of the values and the added ones.
-    """
+    """Return the mean of values in [lowest, 1], with the interval of these and the added ones."""
     sample = [*values, *added]
     center = fmean(sample)
-    half = Z95 * math.sqrt((fmean(value**2 for value in sample) - center**2) / len(sample))
+    variance = fmean(value**2 for value in sample) - center**2
+    half = Z95 * math.sqrt(variance / len(sample))
     return Estimate(fmean(values), max(lowest, center - half), min(1.0, center + half))

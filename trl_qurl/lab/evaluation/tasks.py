@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trl_qurl.lab.data import SUFFIXES, load_questions
 from trl_qurl.lab.grading import accuracy_reward
 from trl_qurl.paths import is_local
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 SOURCES = {
     "gsm8k": "openai/gsm8k:main",
@@ -20,9 +24,7 @@ SOURCES = {
     "minerva": "math-ai/minervamath",
     "olympiad": "math-ai/olympiadbench",
 }
-"""The paper's benchmarks (GSM8K, AIME24, and the five of
-DeepScaleR), as `owner/set:config:split`.
-"""
+"""The paper's benchmarks (GSM8K, AIME24, the five of DeepScaleR), as `owner/set:config:split`."""
 
 ALLOWED = (
     f"choose one of {', '.join(SOURCES)}, or give a local {', '.join(SUFFIXES)} file, a Hub name "
@@ -41,23 +43,31 @@ class Task:
     @property
     def digest(self) -> str:
         """Hash of the questions and answers, which prevents reusing answers to other questions."""
-        return hashlib.blake2b(
-            json.dumps([self.prompts, self.solutions]).encode(), digest_size=8
-        ).hexdigest()
+        content = json.dumps([self.prompts, self.solutions])
+        return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
+
+
+class Source(NamedTuple):
+    """Where the questions of a benchmark are."""
+
+    name: str  # of the benchmark
+    path: str  # a file, or a Hub name
+    config: str | None
+    split: str
 
 
 def load_task(spec: str, limit: int | None = None, needs_answers: bool = True) -> Task:
-    """Load the first `limit` questions of a benchmark; without `needs_answers`, `solutions` are
-    empty.
+    """Load the first `limit` questions of a benchmark.
+
+    Without `needs_answers`, `solutions` are empty.
     """
     name, path, config, split = parse_task(spec)
     questions = load_questions(path, split, config, limit, needs_answers=needs_answers)
     return Task(name, questions["prompt"][:], questions["solution"][:])
 
 
-def parse_task(spec: str) -> tuple[str, str, str | None, str]:
-    """Return a benchmark's name, path, configuration and split; raise `ValueError` if `spec` is
-    none.
+def parse_task(spec: str) -> Source:
+    """Return where a benchmark is; raise `ValueError` if `spec` is none.
 
     `spec` is a name in `SOURCES`; a local `.json`, `.jsonl`, `.csv` or `.parquet` file; a Hub name
     (`owner/set`, optionally `owner/set:config:split`); or `name=source` with any of these as the
@@ -65,26 +75,28 @@ def parse_task(spec: str) -> tuple[str, str, str | None, str]:
     """
     name, separator, source = spec.partition("=")
     if not separator:
-        name, source = spec.split(":")[0].split("/")[-1].split(".")[0], spec
+        source = spec
+        file_or_set = spec.split(":")[0].split("/")[-1]
+        name = file_or_set.split(".")[0]
     if not name or not source:
         raise ValueError(f"The task {spec!r} is not of the form name=source: {ALLOWED}.")
-    is_file = source.lower().removesuffix(".gz").endswith(SUFFIXES) or (
-        ":" not in source and is_local(source)
-    )
-    if is_file and source not in SOURCES:
-        return name, source, None, ""
+    if source not in SOURCES:
+        has_suffix = source.lower().removesuffix(".gz").endswith(SUFFIXES)
+        if has_suffix or (":" not in source and is_local(source)):
+            return Source(name, source, None, "")
     path, *parts = SOURCES.get(source, source).split(":")
     if "/" not in path or len(parts) > 2:
         raise ValueError(f"Unknown task {source!r}: {ALLOWED}.")
-    config, split = (*parts, "", "")[:2]
-    return name, path, config or None, split or "test"
+    config, split, *_ = [*parts, "", ""]
+    return Source(name, path, config or None, split or "test")
 
 
 def load_tasks(specs: list[str], limit: int | None = None) -> list[Task]:
     """Load several benchmarks; raise `ValueError` if names repeat or there are none."""
     tasks = [load_task(spec, limit) for spec in specs]
-    names = [task.name for task in tasks]
-    if duplicates := sorted({name for name in names if names.count(name) > 1}):
+    counts = Counter(task.name for task in tasks)
+    duplicates = sorted(name for name, count in counts.items() if count > 1)
+    if duplicates:
         raise ValueError(
             f"Several tasks are named {', '.join(duplicates)}: rename them with name=source."
         )
@@ -93,26 +105,23 @@ def load_tasks(specs: list[str], limit: int | None = None) -> list[Task]:
     return tasks
 
 
-def encode_prompt(tokenizer: Any, prompt: Any, **template: Any) -> list[int]:
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Any, **template: Any) -> list[int]:
     """Tokenize a conversation, or a text as a user's turn, as TRL's trainers do.
 
     Without a chat template, a text stays as it is, and a conversation becomes its plain text and a
     newline. `template` goes to `apply_chat_template`: what a trainer passes, such as
     `chat_template_kwargs`.
     """
-    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if tokenizer.chat_template is None:
-        text = (
-            prompt
-            if isinstance(prompt, str)
-            else "\n\n".join(turn["content"] for turn in turns) + "\n"
-        )
+        text = prompt
+        if not isinstance(prompt, str):
+            text = "\n\n".join(turn["content"] for turn in prompt) + "\n"
         return list(tokenizer(text)["input_ids"])
-    return list(
-        tokenizer.apply_chat_template(
-            turns, add_generation_prompt=True, return_dict=True, **template
-        )["input_ids"]
+    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    encoded = tokenizer.apply_chat_template(
+        turns, add_generation_prompt=True, return_dict=True, **template
     )
+    return list(encoded["input_ids"])
 
 
 def are_correct(completions: Sequence[str], solutions: Sequence[str]) -> list[bool]:
@@ -121,20 +130,21 @@ def are_correct(completions: Sequence[str], solutions: Sequence[str]) -> list[bo
     return [reward == 1.0 for reward in accuracy_reward(messages, list(solutions))]
 
 
-def needed_context(config: Any, prompts: Iterable[Sequence[int]], max_tokens: int) -> int:
-    """Return the length of the longest prompt plus its answer; raise `ValueError` if it exceeds the
-    context.
+def needed_context(
+    config: PretrainedConfig, prompts: Iterable[Sequence[int]], max_tokens: int
+) -> int:
+    """Return the length of the longest prompt plus its answer.
+
+    Raises `ValueError` if it exceeds the context.
     """
     longest = max(map(len, prompts))
     needed = longest + max_tokens
     context = getattr(config.get_text_config(), "max_position_embeddings", None) or needed
     if needed > context:
         room = context - longest
-        advice = (
-            f"use at most --max-tokens {room}"
-            if room > 0
-            else "use shorter questions, or another model"
-        )
+        advice = "use shorter questions, or another model"
+        if room > 0:
+            advice = f"use at most --max-tokens {room}"
         raise ValueError(
             f"The longest prompt ({longest} tokens) and --max-tokens {max_tokens} do not fit into "
             f"the model's context of {context}: {advice}."

@@ -48,12 +48,12 @@ def answer_once(job: Job, path: Path) -> list[Answer]:
             "to continue with this format."
         )
         answers = call_in_child(answer, job, failure, shows_output=True)
+        lines = [json.dumps(asdict(graded)) + "\n" for graded in answers]
         tmp = path.with_suffix(".tmp")
-        tmp.write_text(
-            "".join(json.dumps(asdict(answer)) + "\n" for answer in answers), encoding="utf-8"
-        )
+        tmp.write_text("".join(lines), encoding="utf-8")
         tmp.replace(path)
-    return [Answer(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+    stored = path.read_text(encoding="utf-8").splitlines()
+    return [Answer(**json.loads(line)) for line in stored]
 
 
 def answer(job: Job) -> list[Answer]:
@@ -63,9 +63,10 @@ def answer(job: Job) -> list[Answer]:
 
     SamplingParams(**job.sampling)  # refuses values that make no sense before an engine starts
     token_ids, llm = start_engine(job)
-    return [
-        answer for task in job.tasks for answer in answer_task(llm, task, token_ids[task.name], job)
-    ]
+    answers: list[Answer] = []
+    for task in job.tasks:
+        answers += answer_task(llm, task, token_ids[task.name], job)
+    return answers
 
 
 def start_engine(job: Job) -> tuple[dict[str, list[list[int]]], LLM]:
@@ -73,37 +74,35 @@ def start_engine(job: Job) -> tuple[dict[str, list[list[int]]], LLM]:
     import torch
     from transformers import AutoConfig, AutoTokenizer
 
-    from trl_qurl.rollout.engine.hardware import (
-        WORTH_COMPILING,
-        check_cpu_build,
-        cpu_cache_arguments,
-    )
+    from trl_qurl.rollout.engine.hardware import WORTH_COMPILING, check_cpu_build
+    from trl_qurl.rollout.repairs.cpu_memory import cpu_cache_arguments
 
     tokenizer = AutoTokenizer.from_pretrained(job.model)
     encode = partial(encode_prompt, tokenizer, **job.template)
     token_ids = {task.name: list(map(encode, task.prompts)) for task in job.tasks}
     config = AutoConfig.from_pretrained(job.model)
     check_cpu_build(config)
-    needed = needed_context(config, chain(*token_ids.values()), job.sampling["max_tokens"])
+    max_tokens = job.sampling["max_tokens"]
+    needed = needed_context(config, chain(*token_ids.values()), max_tokens)
     answers = max(len(prompts) for prompts in token_ids.values()) * job.sampling.get("n", 1)
     arguments: dict[str, Any] = {"max_model_len": needed}
     if not torch.cuda.is_available():
-        arguments["enforce_eager"] = answers * job.sampling["max_tokens"] < WORTH_COMPILING
+        arguments["enforce_eager"] = answers * max_tokens < WORTH_COMPILING
         # After part of a prompt, vLLM rewinds a seeded generator, which on a CPU is impossible
         # (docs/upstream.md).
         arguments["enable_chunked_prefill"] = False
-    given = arguments | job.engine_kwargs
-    memory = cpu_cache_arguments(job.model, given, sequences=min(answers, AT_ONCE), length=needed)
+    arguments |= job.engine_kwargs
+    sequences = min(answers, AT_ONCE)
+    memory = cpu_cache_arguments(job.model, arguments, sequences=sequences, length=needed)
     from vllm import LLM
 
-    print(f"Starting vLLM with {job.label}{COMPILING * (not given['enforce_eager'])}", flush=True)
-    return token_ids, LLM(**{"model": job.model, **memory, **given})
+    compiling = "" if arguments.get("enforce_eager") else COMPILING
+    print(f"Starting vLLM with {job.label}{compiling}", flush=True)
+    return token_ids, LLM(**{"model": job.model, **memory, **arguments})
 
 
 def answer_task(llm: LLM, task: Task, prompts: list[list[int]], job: Job) -> Iterator[Answer]:
-    """Generate the answers to a task with vLLM's progress bar,
-    and yield them graded, by question.
-    """
+    """Generate the answers to a task with vLLM's progress bar, and yield them graded."""
     from vllm import SamplingParams
 
     counts = f"{len(prompts)} questions, {sum(map(is_text, task.solutions))} compared as text"
@@ -116,11 +115,15 @@ def answer_task(llm: LLM, task: Task, prompts: list[list[int]], job: Job) -> Ite
     params = [SamplingParams(**job.sampling, seed=seed) for seed in seeds]
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
     for question, (output, solution) in enumerate(zip(outputs, task.solutions, strict=True)):
-        graded = are_correct(
-            [completion.text for completion in output.outputs], [solution] * len(output.outputs)
-        )
-        for completion, correct in zip(output.outputs, graded, strict=True):
-            finished = completion.finish_reason == "stop"
+        completions = output.outputs
+        texts = [completion.text for completion in completions]
+        graded = are_correct(texts, [solution] * len(texts))
+        for completion, correct in zip(completions, graded, strict=True):
             yield Answer(
-                task.name, question, correct, len(completion.token_ids), finished, completion.text
+                task.name,
+                question,
+                correct,
+                tokens=len(completion.token_ids),
+                finished=completion.finish_reason == "stop",
+                text=completion.text,
             )

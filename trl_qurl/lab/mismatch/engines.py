@@ -1,6 +1,4 @@
-"""Run one model's engines, one format at a time, and score their answers with the full-precision
-policy.
-"""
+"""Run a model's engines, one format at a time, and score their answers with the exact policy."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from trl_qurl.lab.comparison import BASELINE, label
 from trl_qurl.lab.device import full_precision
@@ -25,12 +23,9 @@ from trl_qurl.quantization.plan import Formats, format_name, make_plan, schemes_
 from trl_qurl.quantization.smoothing import can_smooth
 from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.directory import CheckpointDirectory
-from trl_qurl.rollout.engine.hardware import (
-    check_cpu_build,
-    cpu_cache_arguments,
-    kernel_environment,
-)
+from trl_qurl.rollout.engine.hardware import check_cpu_build, kernel_environment
 from trl_qurl.rollout.engine.launch import require_vllm, resolve_model
+from trl_qurl.rollout.repairs.cpu_memory import cpu_cache_arguments
 from trl_qurl.rollout.wire import COMPILING
 
 
@@ -43,8 +38,7 @@ class Answer(NamedTuple):
 
 
 class Engines:
-    """One engine per format for the same prompts, and the full-precision policy that scores their
-    answers.
+    """One engine per format for the same prompts, and the policy that scores their answers.
 
     Raises `ValueError` for an invalid argument, and errors about a missing model, file or vLLM.
     """
@@ -61,27 +55,33 @@ class Engines:
     ) -> None:
         require_vllm()
         prompts = load_prompts(sampling.questions, sampling.limit)
-        self.say, self._ignore, self._smooths = say, ignore, smooths
-        directory = resolve_model(model)
-        config, tokenizer = (cls.from_pretrained(directory) for cls in (AutoConfig, AutoTokenizer))
+        self.say = say
+        self._ignore = ignore
+        self._smooths = smooths
+        self._max_tokens = sampling.max_tokens
+        self._directory = resolve_model(model)
+        config = AutoConfig.from_pretrained(self._directory)
+        tokenizer = AutoTokenizer.from_pretrained(self._directory)
         self.prompts = [encode_prompt(tokenizer, prompt) for prompt in prompts]
+        self._repeated = [tokens for tokens in self.prompts for _ in range(sampling.samples)]
         check_cpu_build(config)
+        length = needed_context(config, self.prompts, sampling.max_tokens)
+        has_gpu = torch.cuda.is_available()
         _, sixteen_bits = full_precision()
+        policy, self._tokenizer = load_model(self._directory)
+        self._device = "cuda" if has_gpu else "cpu"
+        dtype = getattr(torch, sixteen_bits) if has_gpu else torch.float32
+        self.policy = policy.to(dtype).eval()
         arguments: dict[str, Any] = {
             "dtype": sixteen_bits,
-            "max_model_len": needed_context(config, self.prompts, sampling.max_tokens),
-            "enforce_eager": not torch.cuda.is_available(),  # on a CPU, vLLM compiles for minutes
+            "max_model_len": length,
+            "enforce_eager": not has_gpu,  # on a CPU, vLLM compiles for minutes
+            **engine_kwargs,
         }
-        policy, self._tokenizer = load_model(directory)
-        self._device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.policy = policy.to(
-            getattr(torch, sixteen_bits) if self._device == "cuda" else torch.float32
-        ).eval()
-        self._directory, self._max_tokens = directory, sampling.max_tokens
-        self._repeated = [tokens for tokens in self.prompts for _ in range(sampling.samples)]
-        load = {"sequences": len(self._repeated), "length": arguments["max_model_len"]}
-        arguments |= engine_kwargs
-        self._arguments = {**cpu_cache_arguments(directory, arguments, **load), **arguments}
+        memory = cpu_cache_arguments(
+            self._directory, arguments, sequences=len(self._repeated), length=length
+        )
+        self._arguments = {**memory, **arguments}
 
     def measure(self, formats: Formats) -> Mismatch:
         """Sample answers from an engine in these formats, `"none"` for 16 bits, and score them.
@@ -90,16 +90,15 @@ class Engines:
         standard error.
         """
         name = label(format_name(formats))
-        compiling = COMPILING * (not self._arguments["enforce_eager"])
+        compiling = "" if self._arguments["enforce_eager"] else COMPILING
         self.say(f"Sampling {len(self._repeated)} answers from {name}{compiling}")
         failure = (
             f"The engine for {name} failed; its last output lines are above. If it ran out of "
             "memory, lower --samples or --max-tokens."
         )
         with self._checkpoint(formats) as directory:
-            engine = partial(
-                sample, formats, self._max_tokens, {"model": directory, **self._arguments}
-            )
+            arguments = {"model": directory, **self._arguments}
+            engine = partial(sample, formats, self._max_tokens, arguments)
             answers = call_in_child(engine, self._repeated, failure)
         with self._policy_on_device():
             return measure(list(score(self.policy, answers)))
@@ -108,11 +107,8 @@ class Engines:
     def weights(self, formats: Formats) -> Iterator[WeightStream]:
         """Yield the policy's weights as quantized, smoothed on the prompts as in training."""
         plan = make_plan(self.policy, formats, self._ignore)
-        smooths = (
-            self._smooths
-            and can_smooth(self.policy)
-            and any(scheme.is_smoothed for scheme in plan.targets)
-        )
+        is_smoothed = any(scheme.is_smoothed for scheme in plan.targets)
+        smooths = self._smooths and is_smoothed and can_smooth(self.policy)
         weights = WeightStream(self.policy, plan, smooths)
         with self._policy_on_device():
             if weights.smoothing is not None:
@@ -138,10 +134,8 @@ class Engines:
             checkpoint = CheckpointDirectory(None, weights.nbytes())
             writer = CheckpointWriter(self.policy, self._tokenizer, weights.plan)
             # As for a server, the codes do not depend on the dtype that holds the weights.
-            writer.write(
-                weights.tensors(model_parameters(self.policy), is_exact=True),
-                checkpoint.path / "model",
-            )
+            tensors = weights.tensors(model_parameters(self.policy), is_exact=True)
+            writer.write(tensors, checkpoint.path / "model")
         try:
             yield str(checkpoint.path / "model")
         finally:
@@ -154,8 +148,9 @@ def sample(
     engine_kwargs: Mapping[str, Any],
     prompts: Sequence[list[int]],
 ) -> list[Answer]:
-    """Sample an answer to each prompt at temperature 1 from the whole vocabulary, as training does
-    by default.
+    """Sample an answer to each prompt at temperature 1 from the whole vocabulary.
+
+    This is what training does by default.
     """
     from vllm import LLM, SamplingParams
 
@@ -167,16 +162,15 @@ def sample(
     )
     answers = []
     for prompt, output in zip(prompts, outputs, strict=True):
-        (completion,) = output.outputs
+        [completion] = output.outputs
         tokens = list(completion.token_ids)
-        logps = [
-            step[token].logprob for token, step in zip(tokens, completion.logprobs, strict=True)
-        ]
+        steps = zip(tokens, completion.logprobs, strict=True)
+        logps = [candidates[token].logprob for token, candidates in steps]
         answers.append(Answer(prompt, tokens, logps))
     return answers
 
 
-def score(model: Any, answers: Iterable[Answer]) -> Iterator[Scored]:
+def score(model: PreTrainedModel, answers: Iterable[Answer]) -> Iterator[Scored]:
     """Score each answer with one forward pass over its prompt and its tokens.
 
     Answers are not batched: padding would make a row depend on its neighbors, adding to the effect
@@ -188,10 +182,9 @@ def score(model: Any, answers: Iterable[Answer]) -> Iterator[Scored]:
             continue
         tokens = torch.tensor([answer.prompt + answer.tokens], device=model.device)  # (1, P + T)
         with torch.inference_mode():
-            # (T, V)
-            logits = model(input_ids=tokens, logits_to_keep=count + 1).logits[0, :-1].float()
-        logps = logits.log_softmax(-1).gather(-1, tokens[0, -count:, None]).squeeze(-1)
-        yield Scored(
-            tuple(answer.prompt),
-            logps.double().cpu() - torch.tensor(answer.logps, dtype=torch.float64),
-        )
+            output = model(input_ids=tokens, logits_to_keep=count + 1)
+            logits = output.logits[0, :-1].float()  # (T, V)
+        sampled = tokens[0, -count:, None]  # (T, 1)
+        logps = logits.log_softmax(-1).gather(-1, sampled).squeeze(-1)  # (T,)
+        behavior_logps = torch.tensor(answer.logps, dtype=torch.float64)
+        yield Scored(tuple(answer.prompt), logps.double().cpu() - behavior_logps)

@@ -18,9 +18,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import Tensor
 
 from trl_qurl.lab.comparison import BASELINE
 from trl_qurl.lab.mismatch.report import Choice, Report, Step
@@ -34,6 +35,8 @@ from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.engine.hardware import available_formats
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from trl_qurl.lab.mismatch.engines import Engines
 
 ROUNDS = 3
@@ -45,6 +48,9 @@ FINER = "w8a16"
 DRAWS = 4  # tokens to sample at each position
 MOST_TOKENS = 512
 
+LayerFormat = tuple[str, QuantizationScheme]
+"""A layer's name, and a format that it may have."""
+
 
 def choose_finer(
     engines: Engines, scheme: str, report: Report, limit: float
@@ -55,14 +61,17 @@ def choose_finer(
     is in nats per token. Raises `ValueError` if even a 16-bit engine exceeds it, or all layers
     would have to be in 16 bits.
     """
-    reached, kernels = report.formats[scheme].kl_k3.value, report.by_kernels
+    reached = report.formats[scheme].kl_k3.value
+    kernels = report.by_kernels
     if kernels >= limit:
         raise ValueError(
             f"--kl {limit:g} is out of reach: even a 16-bit engine has a KL of {kernels:.2g}, "
             "whichever layers are kept. Raise --kl."
         )
     engines.say("Estimating the KL that each layer causes")
-    finer = [SCHEMES[FINER]] if FINER in available_formats() and scheme != FINER else []
+    finer = []
+    if scheme != FINER and FINER in available_formats():
+        finer = [SCHEMES[FINER]]
     with engines.weights(scheme) as weights:
         steps = find_steps(engines.policy, weights, engines.prompts, finer)
     taken: list[Step] = []
@@ -71,29 +80,31 @@ def choose_finer(
         # Calibrate: the estimates of the steps not taken sum to the KL that the engine shows beyond
         # its kernels.
         remaining = sum(step.kl for step in steps[len(taken) :])
-        taken = within_kl(steps, remaining * (allowed - kernels) / max(reached - kernels, 1e-12))
+        budget = remaining * (allowed - kernels) / max(reached - kernels, 1e-12)
+        taken = within_kl(steps, budget)
         if len(taken) == len(steps):
             raise ValueError(
                 f"A KL below {allowed:.2g} would require all layers in 16 bits: raise --kl or "
                 "choose a finer format."
             )
-        formats = {layer: step.format for step in taken for layer in step.layers} | {REST: scheme}
+        formats: dict[str, str] = {}
+        for step in taken:
+            formats |= dict.fromkeys(step.layers, step.format)
+        name = f"{scheme}, {len(formats)} finer"
+        formats[REST] = scheme
         mismatch = engines.measure(formats)
         reached = mismatch.kl_k3.value
         if reached <= limit:
             break
-        # leave a margin: the next measurement is noisy, too
+        # Leave a margin: the next measurement is noisy, too.
         allowed = kernels + 0.9 * (limit - kernels)
-    return Choice(
-        f"{scheme}, {len(formats) - 1} finer", formats, len(taken), tuple(steps), limit
-    ), mismatch
+    return Choice(name, formats, len(taken), tuple(steps), limit), mismatch
 
 
 def within_kl(steps: Sequence[Step], budget: float) -> list[Step]:
-    """Choose the shortest prefix of the steps, such that the others' KL estimates sum to at most
-    `budget`.
-    """
-    taken, remaining = 0, sum(step.kl for step in steps)
+    """Choose the shortest prefix of the steps after which at most `budget` remains."""
+    taken = 0
+    remaining = sum(step.kl for step in steps)
     while taken < len(steps) and remaining > budget:
         remaining -= steps[taken].kl
         taken += 1
@@ -101,46 +112,60 @@ def within_kl(steps: Sequence[Step], budget: float) -> list[Step]:
 
 
 def find_steps(
-    model: Any,
+    model: PreTrainedModel,
     weights: WeightStream,
     sequences: Iterable[Sequence[int]],
     finer: Sequence[QuantizationScheme] = (),
 ) -> list[Step]:
-    """Return steps that lower the KL, most KL per byte first: 16 bits for a group of layers, and
-    `finer` before.
+    """Return steps that lower the KL, most KL per byte first.
 
-    The stream's `model` must be whole, in memory and in evaluation mode. Experts are left out. Of
-    the tokens in `sequences` (prompts or answers), the first `MOST_TOKENS` are used.
+    Each group of layers has one to 16 bits, and may have one to a `finer` format before. The
+    stream's `model` must be whole, in memory and in evaluation mode. Experts are left out. Of the
+    tokens in `sequences` (prompts or answers), the first `MOST_TOKENS` are used.
     """
-    schemes, stored = (
-        weights.plan.schemes,
-        (item for each in weights.form.layout.values() for item in each.items()),
-    )
-    halves = {name.removesuffix(".weight"): tensor.to(torch.bfloat16) for name, tensor in stored}
-    formats: dict[tuple[str, ...], list[QuantizationScheme]] = {}
-    for group in fused_groups(schemes):
-        fitting = [
-            each for each in finer if not any(each.refusal(halves[layer].shape) for layer in group)
-        ]
-        formats[group] = [schemes[group[0]], *fitting]
-    kls = estimate_kl(
-        model, weights, sequences, {layer: formats[group] for group in formats for layer in group}
-    )
-    steps = []
-    for group, (coarse, *others) in formats.items():
-        sizes = {
-            form: sum(stored_bytes(halves[x], form) for x in group)
-            for form in (coarse, *others, None)
-        }
-        kl = {form: sum(kls[x, form] for x in group) for form in (coarse, *others)}
-        whole = Step(group, BASELINE, kl[coarse], sizes[None] - sizes[coarse])
-        for form in others:
-            first = Step(group, form.name, kl[coarse] - kl[form], sizes[form] - sizes[coarse])
-            if worth(first) > worth(whole):
-                steps.append(first)
-                whole = Step(group, BASELINE, kl[form], sizes[None] - sizes[form])
-        steps.append(whole)
+    schemes = weights.plan.schemes
+    halves: dict[str, Tensor] = {}
+    for tensors in weights.form.layout.values():
+        for name, tensor in tensors.items():
+            halves[name.removesuffix(".weight")] = tensor.to(torch.bfloat16)
+    groups = fused_groups(schemes)
+    formats: dict[str, list[QuantizationScheme]] = {}
+    for group in groups:
+        shapes = [halves[layer].shape for layer in group]
+        fitting = [scheme for scheme in finer if not any(map(scheme.refusal, shapes))]
+        formats |= dict.fromkeys(group, [schemes[group[0]], *fitting])
+    kls = estimate_kl(model, weights, sequences, formats)
+    steps: list[Step] = []
+    for group in groups:
+        steps += steps_of_group(group, formats[group[0]], halves, kls)
     return sorted(steps, key=worth, reverse=True)
+
+
+def steps_of_group(
+    group: tuple[str, ...],
+    formats: Sequence[QuantizationScheme],
+    halves: Mapping[str, Tensor],
+    kls: Mapping[LayerFormat, float],
+) -> list[Step]:
+    """Return the step of a group from the first of its formats to 16 bits, in stages that pay."""
+
+    def kl_of(scheme: QuantizationScheme) -> float:
+        return sum(kls[layer, scheme] for layer in group)
+
+    def bytes_of(scheme: QuantizationScheme | None) -> int:
+        return sum(stored_bytes(halves[layer], scheme) for layer in group)
+
+    reached, *finer = formats
+    last = Step(group, BASELINE, kl_of(reached), bytes_of(None) - bytes_of(reached))
+    steps = []
+    for scheme in finer:
+        kl = kl_of(reached) - kl_of(scheme)
+        step = Step(group, scheme.name, kl, bytes_of(scheme) - bytes_of(reached))
+        if worth(step) > worth(last):
+            steps.append(step)
+            last = Step(group, BASELINE, kl_of(scheme), bytes_of(None) - bytes_of(scheme))
+            reached = scheme
+    return [*steps, last]
 
 
 def worth(step: Step) -> float:
@@ -148,63 +173,67 @@ def worth(step: Step) -> float:
     return step.kl / max(step.extra_bytes, 1)
 
 
-def stored_bytes(weight: torch.Tensor, scheme: QuantizationScheme | None) -> int:
+def stored_bytes(weight: Tensor, scheme: QuantizationScheme | None) -> int:
     """Return the size of a layer in a checkpoint, with `None` unchanged."""
-    return (
-        weight.nbytes
-        if scheme is None
-        else sum(part.nbytes for part in scheme.layout(weight).values())
-    )
+    if scheme is None:
+        return weight.nbytes
+    return sum(part.nbytes for part in scheme.layout(weight).values())
+
+
+class _Rounding(NamedTuple):
+    """A layer in one forward pass, and what rounding it alone would change."""
+
+    rounded: LayerFormat
+    output: Tensor  # exact, (1, T, D)
+    error: Tensor  # of the rounded output, (1, T, D)
 
 
 def estimate_kl(
-    model: Any,
+    model: PreTrainedModel,
     weights: WeightStream,
     sequences: Iterable[Sequence[int]],
     formats: Mapping[str, Sequence[QuantizationScheme]],
-) -> Mapping[tuple[str, QuantizationScheme], float]:
-    """Estimate the KL, in nats per token, of each layer in each of its formats, rounded alone; see
-    `find_steps`.
+) -> Mapping[LayerFormat, float]:
+    """Estimate the KL, in nats per token, of each layer in each of its formats, rounded alone.
+
+    See `find_steps` for the arguments.
     """
     smoothing = weights.smoothing
-    estimates: defaultdict[tuple[str, QuantizationScheme], float] = defaultdict(float)
-    generator, count = torch.Generator(model.device).manual_seed(0), 0
-    # of a pass, with the outputs
-    errors: list[tuple[tuple[str, QuantizationScheme], torch.Tensor, torch.Tensor]] = []
+    roundings: list[_Rounding] = []  # of one pass
 
-    def compare(
-        name: str, layer: Any, inputs: tuple[torch.Tensor, ...], exact: torch.Tensor
+    def round_alone(
+        name: str, layer: torch.nn.Linear, inputs: tuple[Tensor, ...], output: Tensor
     ) -> None:
         for scheme in formats[name]:
-            scale = smoothing.input_scale(name) if smoothing and scheme.is_smoothed else None
-            error = QuantizedLinear(layer, scheme, scale)(inputs[0]) - exact.detach()
-            errors.append(((name, scheme), exact.requires_grad_(), error))
+            scale = None
+            if smoothing and scheme.is_smoothed:
+                scale = smoothing.input_scale(name)
+            error = QuantizedLinear(layer, scheme, scale)(inputs[0]) - output.detach()
+            roundings.append(_Rounding((name, scheme), output.requires_grad_(), error))
 
     hooks = [
-        layer.register_forward_hook(partial(compare, name))
+        layer.register_forward_hook(partial(round_alone, name))
         for name, layer in linear_layers(model, formats)
     ]
+    sums: defaultdict[LayerFormat, float] = defaultdict(float)  # over tokens
+    generator = torch.Generator(model.device).manual_seed(0)
+    count = 0
     for tokens in sequences:
         tokens = tokens[: MOST_TOKENS - count]
         if not tokens:
             continue
-        errors.clear()
-        logits = (
-            model(input_ids=torch.tensor([tokens], device=model.device), use_cache=False)
-            .logits[0]
-            .float()
-        )
-        logps = logits.log_softmax(-1)  # (T, V)
+        roundings.clear()
+        output = model(input_ids=torch.tensor([tokens], device=model.device), use_cache=False)
+        logps = output.logits[0].float().log_softmax(-1)  # (T, V)
         count += len(logps)
-        outputs = [output for _, output, _ in errors]
+        outputs = [rounding.output for rounding in roundings]
         for _ in range(DRAWS):
             samples = torch.multinomial(logps.detach().exp(), 1, generator=generator)
-            gradients = torch.autograd.grad(
-                logps.gather(-1, samples).sum(), outputs, retain_graph=True
-            )
-            for (rounded, _, error), gradient in zip(errors, gradients, strict=True):
-                change = (gradient.float() * error.float()).sum(-1)  # (1, T)
-                estimates[rounded] += float(change.square().sum()) / (2 * DRAWS)
+            sampled = logps.gather(-1, samples).sum()
+            gradients = torch.autograd.grad(sampled, outputs, retain_graph=True)
+            for rounding, gradient in zip(roundings, gradients, strict=True):
+                change = (gradient.float() * rounding.error.float()).sum(-1)  # (1, T)
+                sums[rounding.rounded] += float(change.square().sum()) / (2 * DRAWS)
     for hook in hooks:
         hook.remove()
-    return defaultdict(float, {rounded: kl / count for rounded, kl in estimates.items()})
+    return defaultdict(float, {rounded: kl / count for rounded, kl in sums.items()})

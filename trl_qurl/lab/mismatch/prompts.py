@@ -1,6 +1,4 @@
-"""Prompts for the model, the user's questions or the built-in
-ones, and how many answers to sample.
-"""
+"""Prompts, which are the user's questions or the built-in ones, and how many answers to sample."""
 
 from __future__ import annotations
 
@@ -42,13 +40,13 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for name in ("limit", "samples", "max_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}: give a positive number.")
+            value = getattr(self, name)
+            if value < 1:
+                raise ValueError(f"{name} is {value}: give a positive number.")
 
 
 def load_prompts(source: str | None, limit: int) -> list[Any]:
-    """Load the first `limit` prompts of a source, as conversations or as the lines of a `.txt`
-    file.
+    """Load the first `limit` prompts of a source: conversations, or the lines of a `.txt` file.
 
     A source is `None` for the built-in prompts, a `.txt` file, or a task of `trl-qurl eval`. Raises
     `FileNotFoundError`, or `ValueError` if it contains no prompts or cannot be parsed.

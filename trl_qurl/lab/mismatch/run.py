@@ -1,5 +1,4 @@
-"""`trl-qurl mismatch`: sample from one engine per format, score the answers, compute statistics,
-and advise.
+"""`trl-qurl mismatch`: sample from one engine per format, score the answers, and advise.
 
 Heavy imports wait until the command runs.
 """
@@ -71,15 +70,17 @@ def run(args: argparse.Namespace) -> int:
     """Measure, print the table and the verdict, and return exit status 0 for any verdict."""
     check_model(args.model)
     check_output(args.output)
-    args.scheme = args.scheme or (None if args.kl is None else ["int8"])
+    if args.kl is not None and args.scheme is None:
+        args.scheme = ["int8"]
     schemes = candidates(args.scheme)
-    if args.kl is not None and [*schemes.values()] != args.scheme[:1]:
-        names = ", ".join(args.scheme)
-        raise ValueError(
-            f"--kl requires exactly one format, but got {names}: choose one with --scheme."
-        )
-    if args.kl is not None and not args.kl > 0:
-        raise ValueError(f"--kl is {args.kl:g}: give a positive number of nats per token.")
+    if args.kl is not None:
+        if [*schemes.values()] != args.scheme[:1]:
+            names = ", ".join(args.scheme)
+            raise ValueError(
+                f"--kl requires exactly one format, but got {names}: choose one with --scheme."
+            )
+        if not args.kl > 0:
+            raise ValueError(f"--kl is {args.kl:g}: give a positive number of nats per token.")
     sampling = Sampling(args.questions, args.limit, args.samples, args.max_tokens)
 
     import yaml
@@ -109,7 +110,8 @@ def run(args: argparse.Namespace) -> int:
     if report.choice is not None:
         console.print(build_layer_table(report.choice))
         values = {"rollout_quantization": report.choice.formats, "quantization_ignore": args.ignore}
-        path, text = args.output.with_suffix(".yaml"), yaml.safe_dump(values, sort_keys=False)
+        text = yaml.safe_dump(values, sort_keys=False)
+        path = args.output.with_suffix(".yaml")
         path.write_text(text, encoding="utf-8")
         print(f"{path}, for --config:\n\n{text}")
     for line in sentences(report):

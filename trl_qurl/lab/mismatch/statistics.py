@@ -21,9 +21,7 @@ CAP = 2.0
 QUANTILES = (0.001, 0.01, 0.5, 0.99, 0.999)
 RESAMPLES = 2000
 LEAST_QUESTIONS = 4
-"""Minimum number of questions for their scatter to indicate the error of the mean on other
-questions.
-"""
+"""Fewest questions whose scatter indicates the error of the mean on other questions."""
 
 
 class Scored(NamedTuple):
@@ -49,8 +47,9 @@ class Mismatch:
 
 
 def measure(scored: Sequence[Scored]) -> Mismatch:
-    """Compute the statistics of one format. KL, share above the cap and ESS match the logged
-    `mismatch/*` metrics.
+    """Compute the statistics of one format.
+
+    KL, share above the cap and ESS match the logged `mismatch/*` metrics.
     """
     if not scored:
         raise ValueError("All answers are empty: the model stops immediately. Try other questions.")
@@ -82,20 +81,15 @@ def interval(scored: Sequence[Scored], values: Sequence[torch.Tensor]) -> Estima
     has one value per token, by answer.
     """
     questions = list(dict.fromkeys(row.question for row in scored))
-    by_answer = len(questions) < LEAST_QUESTIONS
-    groups = torch.tensor(
-        [
-            number if by_answer else questions.index(row.question)
-            for number, row in enumerate(scored)
-        ]
-    )
-    # (n, 2)
+    numbers = [questions.index(row.question) for row in scored]
+    if len(questions) < LEAST_QUESTIONS:
+        numbers = list(range(len(scored)))  # each answer by itself
+    groups = torch.tensor(numbers)
     rows = torch.tensor([(float(each.sum()), len(each)) for each in values], dtype=torch.float64)
-    # (Q,) each
-    totals, counts = rows.new_zeros(int(groups.max()) + 1, 2).index_add(0, groups, rows).T
-    resamples = torch.randint(
-        len(counts), (RESAMPLES, len(counts)), generator=torch.Generator().manual_seed(0)
-    )
+    sums = rows.new_zeros(max(numbers) + 1, 2).index_add(0, groups, rows)  # (Q, 2)
+    totals, counts = sums.T
+    generator = torch.Generator().manual_seed(0)
+    resamples = torch.randint(len(counts), (RESAMPLES, len(counts)), generator=generator)
     mean, error = _mean_and_error(totals, counts)
     means, errors = _mean_and_error(totals[resamples], counts[resamples])
     varied = errors > 1e-9 * error  # drop resamples that repeat a single question
@@ -109,8 +103,9 @@ def interval(scored: Sequence[Scored], values: Sequence[torch.Tensor]) -> Estima
 def _mean_and_error(
     totals: torch.Tensor, counts: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the mean per token and, up to a constant factor, its standard error, from totals (...,
-    Q).
+    """Return the mean per token and, up to a constant factor, its standard error.
+
+    The arguments are sums by question, (..., Q).
     """
     mean = totals.sum(-1) / counts.sum(-1)
     residuals = totals - mean[..., None] * counts
@@ -118,8 +113,7 @@ def _mean_and_error(
 
 
 def half_length(log_ratios: Sequence[torch.Tensor]) -> float | None:
-    r"""Estimate the length at which the effective sample size of whole answers drops to one half;
-    `None`: never.
+    r"""Estimate the length at which the effective sample size of whole answers is one half.
 
     $L_{1/2} = \ln 2 / v$, where v is the variance of an answer's sum of log ρ, per token. If the
     sums are normal, the effective sample size is $e^{-v L}$. With heavier tails it drops sooner.
@@ -128,4 +122,4 @@ def half_length(log_ratios: Sequence[torch.Tensor]) -> float | None:
     sums = torch.stack([row.sum() for row in log_ratios])
     mean = sums.sum() / lengths.sum()
     variance = float((sums - mean * lengths).square().sum() / lengths.sum())
-    return math.log(2) / variance if variance > 0 else None
+    return math.log(2) / variance if variance > 0 else None  # never

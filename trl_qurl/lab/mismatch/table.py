@@ -12,13 +12,15 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 HARMLESS = 0.005
-"""KL (k3) per token below which our study and the paper saw no harm; INT4 had .01 there, also
-without harm.
+"""KL (k3) per token below which our study and the paper saw no harm.
+
+INT4 had .01 there, also without harm.
 """
 
 RISKY = 0.02
-"""KL (k3) per token with which runs ended badly: .025 before the paper's collapse, .05 for INT3 and
-plain INT8.
+"""KL (k3) per token with which runs ended badly.
+
+It was .025 before the paper's collapse, and .05 for INT3 and plain INT8.
 """
 
 
@@ -37,11 +39,12 @@ def build_table(report: Report) -> Table:
     for name, mismatch in report.formats.items():
         low, *_, high = mismatch.ratio_quantiles.values()
         kl = mismatch.kl_k3
-        share = (
-            f"{min(1.0, report.by_kernels / kl.value):.0%}"
-            if name != BASELINE and kl.value > 0
-            else "-"
-        )
+        share = "-"
+        if name != BASELINE and kl.value > 0:
+            share = f"{min(1.0, report.by_kernels / kl.value):.0%}"
+        half = "-"
+        if mismatch.half_length is not None:
+            half = two_digits(mismatch.half_length)
         table.add_row(
             label(name),
             f"{thousandths(kl.value)} ± {thousandths((kl.high - kl.low) / 2)}",
@@ -49,7 +52,7 @@ def build_table(report: Report) -> Table:
             f"{low:.2f}-{high:.2f}",
             f"{mismatch.capped_share:.2%}",
             f"{mismatch.ess:.1%}",
-            "-" if mismatch.half_length is None else two_digits(mismatch.half_length),
+            half,
         )
     return table
 
@@ -67,14 +70,17 @@ def build_layer_table(choice: Choice, most: int = 12) -> Table:
     table = new_table(title, caption, ["layers"], ("finer", "KL", "MB", "taken"))
     for number, step in enumerate(choice.steps[:most]):
         first, *others = step.layers
-        names = [
-            first,
-            *(other.removeprefix(first.rpartition(".")[0] + ".") for other in others[:2]),
-        ]
-        layers = ", ".join([*names, *["..."] * (len(others) > 2)])
-        taken = "yes" if number < choice.taken else ""
+        module = first.rpartition(".")[0] + "."
+        names = [first]
+        names += [other.removeprefix(module) for other in others[:2]]
+        if len(others) > 2:
+            names.append("...")
         table.add_row(
-            layers, label(step.format), thousandths(step.kl), f"{step.extra_bytes / 1e6:.3g}", taken
+            ", ".join(names),
+            label(step.format),
+            thousandths(step.kl),
+            f"{step.extra_bytes / 1e6:.3g}",
+            "yes" if number < choice.taken else "",
         )
     return table
 
@@ -86,16 +92,20 @@ def sentences(report: Report) -> list[str]:
         for name, mismatch in report.formats.items()
         if name != BASELINE
     ]
-    if (choice := report.choice) and (kl := report.formats[choice.name].kl_k3.value) > choice.limit:
-        lines.append(
-            f"{label(choice.name)} has a KL of {kl:.2g}, above --kl {choice.limit:g}: lower --kl."
-        )
-    return [
-        *lines,
+    choice = report.choice
+    if choice is not None:
+        kl = report.formats[choice.name].kl_k3.value
+        if kl > choice.limit:
+            lines.append(
+                f"{label(choice.name)} has a KL of {kl:.2g}, above --kl {choice.limit:g}: lower "
+                "--kl."
+            )
+    lines.append(
         "These results are for the current weights. Training can increase the mismatch: watch "
         "mismatch/kl_k3, and if it grows, lower the learning rate or choose finer formats for "
-        "sensitive layers.",
-    ]
+        "sensitive layers."
+    )
+    return lines
 
 
 def verdict(mismatch: Mismatch) -> str:

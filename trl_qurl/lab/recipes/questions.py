@@ -154,12 +154,12 @@ class Recipe:
         except TypeError as error:  # in a script it is a bug, but here a wrong column
             raise ValueError(str(error)) from error
         check_prompts(training_args, model_args)
-        tasks, steps, limit = (
-            script_args.eval_tasks,
-            script_args.eval_tasks_steps,
-            script_args.eval_tasks_limit,
-        )
-        evaluations = [TaskEvaluationCallback(tasks, steps, limit)] if tasks else []
+        evaluations = []
+        tasks = script_args.eval_tasks
+        if tasks:
+            steps = script_args.eval_tasks_steps
+            limit = script_args.eval_tasks_limit
+            evaluations.append(TaskEvaluationCallback(tasks, steps, limit))
         loading = {"revision": model_args.model_revision, "dtype": model_args.dtype}
         loading["attn_implementation"] = model_args.attn_implementation
         training_args.model_init_kwargs = loading | (training_args.model_init_kwargs or {})
@@ -177,21 +177,27 @@ class Recipe:
         if checkpoint:
             logger.info("Resuming from %s.", checkpoint)
         self._learn(trainer, checkpoint)
-        logger.info("Saving to %s.", training_args.output_dir)
-        trainer.save_model(training_args.output_dir)
-        saved = f"Policy saved to {training_args.output_dir}"
+        self._save_policy(trainer, script_args, model_args)
+        return trainer
+
+    def _save_policy(self, trainer: Any, script_args: Any, model_args: ModelConfig) -> None:
+        """Save the policy, and say where, and what to run next."""
+        output_dir = trainer.args.output_dir
+        logger.info("Saving to %s.", output_dir)
+        trainer.save_model(output_dir)
+        saved = f"Policy saved to {output_dir}"
         if script_args.save_quantized:
             saved += f", and its quantized checkpoint to {trainer.save_quantized()}"
         if not model_args.use_peft:  # an adapter would have to be merged first
-            tasks = ",".join(tasks) or (
-                "gsm8k" if script_args.dataset == DATASET else "FILE  # other questions"
-            )
-            # `eval` knows no other reward
-            is_graded = GRADING & {*(script_args.reward_funcs or GRADING)}
-            command = f"eval {{}} --tasks {tasks}" if is_graded else "report {}"
-            saved += f"\nNext: trl-qurl {command.format(training_args.output_dir)}"
+            tasks = ",".join(script_args.eval_tasks)
+            if not tasks:
+                tasks = "gsm8k" if script_args.dataset == DATASET else "FILE  # other questions"
+            command = f"report {output_dir}"
+            # `eval` knows no other reward.
+            if GRADING & {*(script_args.reward_funcs or GRADING)}:
+                command = f"eval {output_dir} --tasks {tasks}"
+            saved += f"\nNext: trl-qurl {command}"
         trainer.accelerator.print(saved)
-        return trainer
 
     def _learn(self, trainer: Any, checkpoint: str | None) -> None:
         """Train; after Ctrl-C, name the latest checkpoint, and after a fault in a reward function

@@ -1,1 +1,1 @@
-"""Checks that a sync took effect: digests, the tensors that layers hold, and a probe."""
+"""Checks that a sync took effect: digests of tensors, as they are sent and received."""

@@ -1,8 +1,8 @@
 """Check tensors at both ends of their way to an engine.
 
 The worst bugs in this field are silent: an engine that samples from stale or half-loaded weights.
-Digests compare each tensor as it left the trainer with the tensor as it entered the engine. The
-probe (`probe`) shares no code with this check and covers what happens afterward.
+Digests compare each tensor as it left the trainer with the tensor as it entered the engine. What
+happens afterward shows in the next rollout (`trainers/guard.py`).
 """
 
 import functools
@@ -18,41 +18,38 @@ from trl_qurl.quantization.checkpoint_form import NamedTensors
 from trl_qurl.rollout.errors import SyncError
 from trl_qurl.rollout.wire import NOT_RECEIVED
 
-INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
+# By bytes of an element.
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 WORD = 8  # bytes
 PIECE = 2**20  # elements that are widened to words at a time
-# of 64 bits that a CPU adds up at a time, and a GPU 32 times as many: they stay in the cache
+# Words that a CPU adds up at a time, and a GPU 32 times as many: they stay in the cache.
 WORDS = 2**16
 
 
 def find_not_finite(
     named_tensors: NamedTensors, names: list[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Pass tensors of a checkpoint through, and after the last add to `names` each one with NaN or
-    infinity.
+    """Pass tensors of a checkpoint through, and add to `names` each one with NaN or infinity.
 
-    Codes are not read: a quantized weight shows both in its scale. The stream does not stop there,
-    because a server's workers would wait for the rest forever.
+    Names are added after the last tensor: the stream does not stop at one, because a server's
+    workers would wait for the rest forever. Codes are not read: a quantized weight shows both in
+    its scale.
     """
-    limits: dict[str, torch.Tensor] = {}  # (2,)
+    extremes: dict[str, torch.Tensor] = {}  # (2,)
     for name, tensor in named_tensors:
-        is_exponent = name.endswith(".weight_scale") and tensor.dtype is torch.uint8
-        values = (
-            tensor.detach().view(torch.float8_e8m0fnu).float() if is_exponent else tensor.detach()
-        )
+        values = tensor.detach()
+        if name.endswith(".weight_scale") and values.dtype is torch.uint8:
+            values = values.view(torch.float8_e8m0fnu).float()  # exponents
         if values.is_floating_point() and values.itemsize > 1 and values.numel():
-            limits[name] = torch.stack(values.aminmax()).float()
+            extremes[name] = torch.stack(values.aminmax()).float()
         yield name, tensor
-    if limits:  # one wait for all
-        device = next(iter(limits.values())).device
-        are_finite = (
-            torch.stack([each.to(device) for each in limits.values()]).isfinite().all(1).tolist()
-        )
-        names.extend(
-            name.removesuffix("_scale")
-            for name, fine in zip(limits, are_finite, strict=True)
-            if not fine
-        )
+    if not extremes:
+        return
+    all_extremes = _on_one_device(list(extremes.values()))  # (tensors, 2)
+    are_finite = all_extremes.isfinite().all(1).tolist()  # one wait for all
+    for name, is_finite in zip(extremes, are_finite, strict=True):
+        if not is_finite:
+            names.append(name.removesuffix("_scale"))
 
 
 def require_finite(names: list[str]) -> None:
@@ -66,18 +63,15 @@ def require_finite(names: list[str]) -> None:
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
-    """Return a digest of a tensor's dtype, shape, and bytes, the same on every device and in every
-    process.
-    """
+    """Return a digest of a tensor's dtype, shape, and bytes, the same wherever it is computed."""
     return _read([_digest(tensor)])[0]
 
 
 def bit_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum of a tensor's bits, read as integers, modulo 2^64: a scalar on its device,
-    without a copy.
+    """Return the sum of a tensor's bits, read as integers, modulo 2^64, without a copy.
 
-    It costs a seventh of a digest and is as exact: one changed bit changes it. But it does not see
-    the order, and two changes may cancel.
+    It is a scalar on the tensor's device. It costs a seventh of a digest and is as exact: one
+    changed bit changes it. But it does not see the order, and two changes may cancel.
     """
     integers = as_integers(tensor)
     by_stride = sorted(range(integers.dim()), key=integers.stride, reverse=True)
@@ -92,8 +86,9 @@ def bit_sum(tensor: torch.Tensor) -> torch.Tensor:
     end = start + (len(flat) - start) // per_word * per_word
     if end <= start:
         return flat.sum(dtype=torch.int64)
-    words = flat[start:end].view(torch.int64)
-    return words.sum() + flat[:start].sum(dtype=torch.int64) + flat[end:].sum(dtype=torch.int64)
+    before = flat[:start].sum(dtype=torch.int64)
+    after = flat[end:].sum(dtype=torch.int64)
+    return flat[start:end].view(torch.int64).sum() + before + after
 
 
 def as_integers(tensor: torch.Tensor) -> torch.Tensor:
@@ -102,7 +97,7 @@ def as_integers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _digest(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the digest's two numbers, (2,), still on the tensor's device, without waiting for it.
+    """Return the digest's two numbers, (2,), on the tensor's device, without waiting for it.
 
     Words of 64 bits are multiplied by odd constants and added, all modulo 2^64: exact, so the order
     does not matter. One changed bit always changes the first sum. Two highest bits (signs) would
@@ -113,20 +108,24 @@ def _digest(tensor: torch.Tensor) -> torch.Tensor:
         data = nn.functional.pad(data, (0, -len(data) % 8))
     words = data.view(torch.int64)
     table, order = _constants(words.device)
-    whole = len(words) // WORDS * WORDS
-    parts = [
-        *words[:whole].view(-1, WORDS).split(1 if words.device.type == "cpu" else 32),
-        words[None, whole:],
-    ]
-    sums, buffer = [], torch.empty_like(parts[0])
+    rows_at_a_time = 1 if words.device.type == "cpu" else 32
+    end = len(words) // WORDS * WORDS
+    parts = [*words[:end].view(-1, WORDS).split(rows_at_a_time)]
+    parts.append(words[None, end:])
+    whole_words = []  # sums of each row
+    upper_halves = []
+    buffer = torch.empty_like(parts[0])
     for rows in parts:
-        factors, products = table[: rows.shape[1]], buffer[: len(rows), : rows.shape[1]]
-        sums.append(torch.mul(rows, factors, out=products).sum(1))
-        sums.append(torch.bitwise_right_shift(rows, 32, out=products).mul_(factors).sum(1))
-    lanes = torch.stack([torch.cat(sums[::2]), torch.cat(sums[1::2])])
-    return (lanes * order[: lanes.shape[1]]).sum(1) + crc32(
-        f"{tensor.dtype}{tuple(tensor.shape)}".encode()
-    )
+        width = rows.shape[1]
+        factors = table[:width]
+        products = buffer[: len(rows), :width]
+        torch.mul(rows, factors, out=products)
+        whole_words.append(products.sum(1))
+        torch.bitwise_right_shift(rows, 32, out=products)
+        upper_halves.append(products.mul_(factors).sum(1))
+    sums = torch.stack([torch.cat(whole_words), torch.cat(upper_halves)])  # (2, rows)
+    kind = crc32(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+    return (sums * order[: sums.shape[1]]).sum(1) + kind
 
 
 @functools.cache
@@ -138,26 +137,32 @@ def _constants(device: torch.device) -> torch.Tensor:
 
 def _read(digests: list[torch.Tensor]) -> list[str]:
     """Read all digests, with one wait for their device."""
-    return [
-        str(numbers)
-        for numbers in torch.stack([each.to(digests[0].device) for each in digests]).tolist()
-    ]
+    return [str(numbers) for numbers in _on_one_device(digests).tolist()]
+
+
+def _on_one_device(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Stack tensors of the same shape, on the device of the first."""
+    device = tensors[0].device
+    return torch.stack([tensor.to(device) for tensor in tensors])
 
 
 def base_digests(named_tensors: NamedTensors, dtype: torch.dtype) -> dict[str, str]:
-    """Return digests of a checkpoint's tensors as an engine of this dtype holds them; codes are not
-    cast.
+    """Return digests of a checkpoint's tensors as an engine of this dtype holds them.
+
+    Codes are not cast.
     """
-    sixteen_bits = (torch.float32, torch.bfloat16, torch.float16)
-    return {
-        name: tensor_digest(t.to(dtype) if t.dtype in sixteen_bits else t)
-        for name, t in named_tensors
-    }
+    digests = {}
+    for name, tensor in named_tensors:
+        if tensor.dtype in (torch.float32, torch.bfloat16, torch.float16):
+            tensor = tensor.to(dtype)
+        digests[name] = tensor_digest(tensor)
+    return digests
 
 
 class MeteredStream:
-    """A stream of named tensors that counts its bytes and seconds, and adds digests by name to
-    `digests`, if given.
+    """A stream of named tensors that counts its bytes and seconds.
+
+    It adds digests, by name, to `digests`, if given.
     """
 
     def __init__(self, named_tensors: NamedTensors, digests: dict[str, str] | None) -> None:
@@ -190,22 +195,26 @@ class MeteredStream:
 
 def compare_digests(sent: Mapping[str, str], received: Mapping[str, str]) -> None:
     """Raise `SyncError` with the missing, unexpected, and different tensors, if there are any."""
-    if clause := differences(sent, received):
+    clause = differences(sent, received)
+    if clause:
         raise SyncError(f"{NOT_RECEIVED}: {clause}. Resume from the last checkpoint.")
 
 
 def differences(sent: Mapping[str, str], received: Mapping[str, str]) -> str:
-    """Describe the missing, unexpected, and different tensors in a clause for a message; empty if
-    there are none.
+    """Describe the missing, unexpected, and different tensors, in a clause.
+
+    It is empty if there are none.
     """
+    common = sent.keys() & received.keys()
     faults = {
         "missing": sent.keys() - received.keys(),
         "unexpected": received.keys() - sent.keys(),
-        "different": {
-            name for name in sent.keys() & received.keys() if sent[name] != received[name]
-        },
+        "different": {name for name in common if sent[name] != received[name]},
     }
-    parts = [
-        f"{len(names)} {fault} (first {min(names)})" for fault, names in faults.items() if names
-    ]
-    return f"of {len(sent)} tensors, {', '.join(parts)}" if parts else ""
+    parts = []
+    for fault, names in faults.items():
+        if names:
+            parts.append(f"{len(names)} {fault} (first {min(names)})")
+    if not parts:
+        return ""
+    return f"of {len(sent)} tensors, {', '.join(parts)}"

@@ -1,10 +1,9 @@
-"""Send tensors to a server's workers over NCCL, with vLLM's packed broadcast.
+"""Tensors over NCCL, from the trainer to a server's workers: one broadcast for each.
 
-The broadcast runs on a separate thread and separate streams, because one to a dead worker only ends
+The sender has a thread and a CUDA stream of its own, because a broadcast to a dead worker only ends
 by an abort. The caller's thread makes the tensors: gathering a parameter is a collective operation,
 which every process must start in the same order and on the same stream. So a tensor is handed over
-only after the stream that made it has finished, and its memory is not reused before the broadcast's
-stream has read it.
+only after the stream that made it has finished, and the thread keeps it until it has been sent.
 """
 
 import queue
@@ -18,43 +17,37 @@ import torch
 from trl_qurl.quantization.checkpoint_form import NamedTensors
 from trl_qurl.rollout.background import in_background
 from trl_qurl.rollout.errors import SyncError
-
-Item = tuple[str, torch.Tensor]
-# At both ends: vLLM's default of 1 GiB would not fit beside a full cache, and below 0.33 it does
-# not order the streams of several buffers, so a layer may read one that is being filled again.
-PACKING = {"buffer_size_bytes": 2**28, "num_buffers": 1}
+from trl_qurl.rollout.wire import TensorMetadata
 
 
 class Broadcast:
-    """One broadcast in progress on a separate thread, to which `send` hands all tensors."""
+    """One stream of tensors in progress on a separate thread, to which `send` hands all of them."""
 
     def __init__(self, communicator: Any) -> None:
-        self._ready: queue.Queue[Item | BaseException | None] = queue.Queue(maxsize=1)
+        self._ready: queue.Queue[torch.Tensor | BaseException | None] = queue.Queue(maxsize=1)
         self._outcome = in_background(self._run, communicator)
 
     def _run(self, communicator: Any) -> None:
-        from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
-
-        tensors = self._queued_tensors()
-        packed_nccl_broadcast_producer(
-            tensors, communicator, src=0, post_iter_func=_keep_tensor, **PACKING
-        )
-
-    def _queued_tensors(self) -> Iterator[Item]:
-        while (item := self._ready.get()) is not None:
+        stream = torch.cuda.Stream()
+        while True:
+            item = self._ready.get()
+            if item is None:
+                return
             if isinstance(item, BaseException):
                 raise item
-            yield item
+            communicator.broadcast(item, src=0, stream=stream)
+            stream.synchronize()  # then the next tensor may take its memory
 
     def send(self, named_tensors: NamedTensors, request: Future) -> None:
         """Hand over all tensors. If the workers' `request` to receive them ends early, raise its
         error.
         """
         try:
-            for name, tensor in named_tensors:
+            for _, tensor in named_tensors:
+                data = _as_bytes(tensor.detach().contiguous())
                 if torch.accelerator.is_available():
                     torch.accelerator.current_stream().synchronize()
-                self._put((name, tensor), request)
+                self._put(data, request)
             self._put(None, request)
         except BaseException as error:
             # full if the thread waits inside NCCL, until that is aborted
@@ -63,14 +56,16 @@ class Broadcast:
             self._ready.put(error)
             raise
 
-    def _put(self, item: Item | None, request: Future) -> None:
+    def _put(self, item: torch.Tensor | None, request: Future) -> None:
         while True:
             if self._outcome.done():
                 self._outcome.result()
             if request.done():
-                raise request.exception() or SyncError(
-                    "The server's workers stopped receiving before the last tensor was sent."
-                )
+                request.result()
+                if item is not None:  # the workers may be faster than the word that this is all
+                    raise SyncError(
+                        "The server's workers stopped receiving before the last tensor was sent."
+                    )
             with suppress(queue.Full):
                 return self._ready.put(item, timeout=0.1)
 
@@ -79,8 +74,14 @@ class Broadcast:
         return bool(wait([self._outcome], seconds).done)
 
 
-def _keep_tensor(item: Item) -> torch.Tensor:
-    """Return an item's tensor, whose memory is not reused before this stream has read it."""
-    if torch.accelerator.is_available():
-        item[1].record_stream(torch.accelerator.current_stream())
-    return item[1]
+def received(metadata: TensorMetadata, communicator: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of one `Broadcast` in a worker, each as soon as it has arrived."""
+    for name, dtype, shape in metadata:
+        tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=communicator.device)
+        communicator.broadcast(_as_bytes(tensor), src=0)
+        yield name, tensor
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor's memory, because NCCL does not know every dtype of a format."""
+    return tensor.view(-1).view(torch.uint8)

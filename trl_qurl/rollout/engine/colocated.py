@@ -1,9 +1,6 @@
 """vLLM in the trainer's own process."""
 
-import functools
-import gc
 import os
-import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +10,13 @@ from trl_qurl.rollout import wire
 from trl_qurl.rollout.adapter import engine_rank
 from trl_qurl.rollout.engine import hardware
 from trl_qurl.rollout.errors import SyncError
+from trl_qurl.rollout.repairs.compiled_class import register_uncompiled
+from trl_qurl.rollout.repairs.cpu_memory import cpu_cache_arguments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-    from vllm import LLM
+    from vllm import LLM, RequestOutput
+    from vllm.lora.request import LoRARequest
 
 TRL_MEMORY_SHARE = 0.3  # TRL's default for vllm_gpu_memory_utilization
 # tokens of a long prompt: with longer ones, a CPU's cache holds fewer completions at a time
@@ -26,9 +26,8 @@ PROMPT = 1024
 class ColocatedEngine(wire.Engine):
     """vLLM in the trainer's own process, started with trl-qurl's worker extension."""
 
-    def __init__(self, llm: "LLM", sleeps: bool = False) -> None:
+    def __init__(self, llm: "LLM") -> None:
         self._llm = llm
-        self._sleeps = sleeps  # between rollouts; then the key-value cache must be woken first
 
     def load_stream(self, named_tensors: NamedTensors, update: wire.WeightUpdate) -> None:  # noqa: D102
         self.call_workers(
@@ -55,126 +54,70 @@ class ColocatedEngine(wire.Engine):
     def call_workers(self, method: str, **kwargs: Any) -> list[Any]:  # noqa: D102
         return self._llm.collective_rpc(method, kwargs=kwargs)
 
-    def continue_greedily(self, prompts: list[list[int]], steps: int) -> list[wire.Continuation]:  # noqa: D102
-        from vllm import SamplingParams
-
-        if self._sleeps:
-            self._llm.wake_up(tags=["kv_cache"])  # as TRL does before it generates
-        params = SamplingParams(
-            max_tokens=steps, temperature=0.0, logprobs=wire.PROBE_TOP, ignore_eos=True
-        )
-        outputs = self._llm.generate(
-            [{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False
-        )
-        continuations = []
-        for prompt, output in zip(prompts, outputs, strict=True):
-            completion = output.outputs[0]
-            logps = [
-                {token: entry.logprob for token, entry in entries.items()}
-                for entries in completion.logprobs
-            ]
-            continuations.append(wire.Continuation(prompt, list(completion.token_ids), logps))
-        return continuations
-
 
 def with_adapter(engine: type["LLM"], rank: int) -> tuple[type["LLM"], dict[str, Any]]:
-    """Return a subclass of vLLM's `LLM` that generates with its `adapter` of this rank, and
-    arguments for its start.
+    """Return a subclass of vLLM's `LLM` that generates with its `adapter`, and its arguments.
 
-    It keeps the adapter's base in host memory while it sleeps.
+    The adapter has this rank. While the engine sleeps, it keeps the base in host memory.
     """
     from vllm.platforms import current_platform
 
     class AdapterLLM(engine):
-        adapter: Any = None
+        adapter: "LoRARequest | None" = None
 
-        def generate(self, *args: Any, **kwargs: Any) -> Any:
+        def generate(self, *args: Any, **kwargs: Any) -> "list[RequestOutput]":
             return super().generate(*args, **{"lora_request": self.adapter, **kwargs})
 
-        def sleep(self, level: int = 1, **kwargs: Any) -> Any:
-            return super().sleep(1, **kwargs)  # TRL's level would discard all weights
+        def sleep(self, level: int = 1, **kwargs: Any) -> None:
+            super().sleep(1, **kwargs)  # TRL's level would discard all weights
 
-    load = {"load_format": wire.CPU_LOAD_FORMAT} if current_platform.is_cpu() else {}
-    return AdapterLLM, {
+    arguments: dict[str, Any] = {
         "enable_lora": True,
         "max_lora_rank": engine_rank(rank),
         "max_loras": 1,
-        **load,
     }
+    if current_platform.is_cpu():
+        arguments["load_format"] = wire.CPU_LOAD_FORMAT
+    return AdapterLLM, arguments
 
 
 def prepare_process(
-    model: "PreTrainedModel", weights: WeightStream, arguments: dict, processes: int
+    model: "PreTrainedModel", weights: WeightStream, arguments: dict[str, Any], processes: int
 ) -> None:
-    """Check that vLLM can run a model in this process with these arguments, and prepare the process
-    for its start.
-    """
-    from vllm.model_executor.models import ModelRegistry
+    """Check that vLLM can run a model with these arguments, and prepare this process for it."""
     from vllm.utils.network_utils import get_open_port
 
     names = model.config.architectures or [type(model).__name__]
-    hardware.check_cpu_build(
-        model.config, weights.plan.schemes, arguments | {"architectures": names}
-    )
+    given = arguments | {"architectures": names}
+    hardware.check_cpu_build(model.config, weights.plan.schemes, given)
     os.environ.update(hardware.kernel_environment(*weights.plan.targets))
-    # TRL tries 29500 first, and runs that start at the same time all find it free
-    if processes == 1:
-        os.environ["MASTER_PORT"] = os.environ.get("MASTER_PORT") or str(get_open_port())
-    # To compile a model, vLLM's transformers backend modifies its class. The trainer's model is of
-    # the same class, and its forward pass would fail. So register that backend without
-    # torch.compile, if it runs this model.
-    for name, cls in hardware.transformers_backend(names, arguments).items():
-        uncompiled = {"_decorate_for_torch_compile": lambda model: None}
-        ModelRegistry.register_model(name, type(cls.__name__, (cls,), uncompiled))
+    # TRL tries 29500 first, and runs that start at the same time all find it free.
+    if processes == 1 and not os.environ.get("MASTER_PORT"):
+        os.environ["MASTER_PORT"] = str(get_open_port())
+    register_uncompiled(hardware.transformers_backend(names, arguments))
 
 
 def build_engine(
-    cls: type, start: Path | None, engine_kwargs: dict[str, Any], length: int, **trl_kwargs: Any
-) -> Any:
-    """Build vLLM's `LLM` with TRL's arguments, our starting checkpoint as the model, and the user's
-    extras.
+    cls: type["LLM"],
+    start: Path | None,
+    engine_kwargs: dict[str, Any],
+    length: int,
+    **trl_kwargs: Any,
+) -> "LLM":
+    """Build vLLM's `LLM` with TRL's arguments, our starting checkpoint, and the user's extras.
 
     `length` is that of the longest completion, in tokens.
     """
     if start is not None:
         trl_kwargs["model"] = str(start)
     if trl_kwargs.get("gpu_memory_utilization") == TRL_MEMORY_SHARE:  # the user has chosen nothing
-        given = {
-            name: trl_kwargs.get(name, False) for name in ("max_model_len", "trust_remote_code")
-        } | engine_kwargs
-        load = trl_kwargs["max_num_seqs"], PROMPT + length
-        trl_kwargs |= hardware.cpu_cache_arguments(
-            trl_kwargs["model"], given, *load, TRL_MEMORY_SHARE
+        names = ("max_model_len", "trust_remote_code")
+        given = {name: trl_kwargs.get(name, False) for name in names}
+        trl_kwargs |= cpu_cache_arguments(
+            trl_kwargs["model"],
+            given | engine_kwargs,
+            sequences=trl_kwargs["max_num_seqs"],
+            length=PROMPT + length,
+            share=TRL_MEMORY_SHARE,
         )
     return cls(**trl_kwargs | engine_kwargs, worker_extension_cls=wire.WORKER_EXTENSION)
-
-
-def release_when_deleted(llm: "LLM") -> None:
-    """Make a new engine free its memory when it is deleted, and leave the process groups alone.
-
-    vLLM's own finalizer also destroys the process groups: those of the trainer, which continues in
-    several processes, and of an engine started since then (as when a notebook cell is rerun). Here
-    that happens at the process's end.
-    """
-    _destroy_process_groups_at_exit()
-    client = llm.llm_engine.engine_core
-    if (finalizer := getattr(client, "_finalizer", None)) is not None:  # vLLM below 0.31 has none
-        finalizer.detach()
-    weakref.finalize(client, _release, client.engine_core)
-
-
-def _release(core: Any) -> None:
-    """Do what vLLM's `EngineCore.shutdown` does, except for the process groups."""
-    core.structured_output_manager.clear_backend()
-    core.model_executor.shutdown()
-    core.scheduler.shutdown()
-    # vLLM froze all objects when the engine started; cycles among them could never be freed
-    gc.unfreeze()
-
-
-@functools.cache
-def _destroy_process_groups_at_exit() -> None:
-    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
-
-    # At exit, finalizers run newest first: this one runs after those of all engines.
-    weakref.finalize(_release, cleanup_dist_env_and_memory)

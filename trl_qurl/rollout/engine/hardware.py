@@ -1,305 +1,272 @@
-"""What vLLM can run on this machine: kernels that work on its GPU; on a CPU, layers and the memory
-that is free.
-"""
+"""What vLLM can run on this machine: kernels that work on its GPU, or layers on its CPU."""
 
 import importlib.util
 import logging
 import os
 import shutil
 from collections.abc import Collection, Iterator, Mapping
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from trl_qurl.quantization.checkpoint_form import expert_layers
 from trl_qurl.quantization.formats import SCHEMES, gpu_capability
 from trl_qurl.quantization.scheme import QuantizationScheme
+from trl_qurl.rollout.repairs import ahead_of_time
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 logger = logging.getLogger(__name__)
+
 DISABLED_KERNELS_VARIABLE = "VLLM_DISABLED_KERNELS"  # vLLM's: class names, separated by commas
-AHEAD_OF_TIME_VARIABLE = "VLLM_USE_AOT_COMPILE"  # vLLM's
 # vLLM's model classes that run transformers' code, and their module.
-BACKENDS = [
-    f"Transformers{variant}ForCausalLM" for variant in ("", "MoE", "MultiModal", "MultiModalMoE")
-]
+BACKENDS = (
+    "TransformersForCausalLM",
+    "TransformersMoEForCausalLM",
+    "TransformersMultiModalForCausalLM",
+    "TransformersMultiModalMoEForCausalLM",
+)
 BACKEND_MODULE = "vllm.model_executor.models.transformers"
 EXPERTS = r"re:.*\.experts\."  # pattern of all experts, for `quantization_ignore`
-# `model_type`; read in vLLM's code
+# `model_type`s with experts that vLLM's CPU build can run, read in its code.
 ROUTED_BY_SOFTMAX = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-ENGINE_BYTES = 2**30  # memory that an engine process needs in addition to weights, keys, and values
-MIN_CACHE, BLOCK = 2**26, 128  # bytes; tokens of a block in vLLM's cache on CPUs
-# tokens on a CPU: SmolLM2-135M in INT8 gains 2 ms a token, and loses a minute first
+# Tokens on a CPU: SmolLM2-135M in INT8 gains 2 ms a token, and loses a minute first.
 WORTH_COMPILING = 30_000
+
+Schemes = Mapping[str, QuantizationScheme]
 
 
 def available_formats() -> list[str]:
     """Return the formats that vLLM has kernels for on this machine."""
-    missing = (
-        []
-        if has_flashinfer()
-        else [name for name, scheme in SCHEMES.items() if scheme.needs_flashinfer]
-    )
+    capability = gpu_capability()
     return [
         name
         for name, scheme in SCHEMES.items()
-        if scheme.runs_on(gpu_capability()) and name not in missing
+        if scheme.runs_on(capability) and (not scheme.needs_flashinfer or has_flashinfer())
     ]
 
 
 def has_flashinfer() -> bool:
-    """Return whether vLLM takes FlashInfer's kernels, for which it needs a package of them, or
-    CUDA's compiler.
+    """Return whether vLLM takes FlashInfer's kernels.
+
+    It needs a package of them, or CUDA's compiler.
     """
     has_kernels = importlib.util.find_spec("flashinfer_cubin") or shutil.which("nvcc")
     return bool(has_kernels and importlib.util.find_spec("flashinfer"))
 
 
 def kernel_environment(*schemes: QuantizationScheme) -> dict[str, str]:
-    """Return the environment that vLLM needs before an engine of these formats starts, but for what
-    the user has set.
+    """Return the environment that vLLM needs before an engine of these formats starts.
 
-    On a CPU, vLLM 0.31 saves what it compiles ahead of time but never loads it (docs/upstream.md).
-    Without that, torch's own cache shortens the next start. Logs a warning if INT8 is inexact
-    there. On a GPU the environment is the same for all formats, because vLLM reads it once per
-    process. Raises `ValueError` if none of vLLM's kernels for a format works on this GPU: with a
-    weight-only kernel, activations would stay exact.
+    It leaves out what the user has set. On a CPU, it logs a warning if INT8 is inexact there. On a
+    GPU, it is the same for all formats, because vLLM reads it once per process. Raises `ValueError`
+    if none of vLLM's kernels for a format works on this GPU: with a weight-only kernel, activations
+    would stay exact.
     """
     capability = gpu_capability()
     if capability is None:
-        if saturates() and any(scheme.checkpoint_format == "int-quantized" for scheme in schemes):
-            advice = (
-                "Good for a trial. Exact: rollout_quantization=None, vllm_engine_kwargs={'dtype': "
-                "'float32'}."
-            )
-            logger.warning(
-                "This CPU has no VNNI, so vLLM's INT8 sums saturate, and the actor is rougher. %s",
-                advice,
-            )
-        return {} if AHEAD_OF_TIME_VARIABLE in os.environ else {AHEAD_OF_TIME_VARIABLE: "0"}
+        _warn_if_inexact(schemes)
+        return ahead_of_time.environment()
+    _check_kernels(schemes, capability)
+    disabled: list[str] = []
+    for scheme in SCHEMES.values():
+        fault = scheme.kernel_fault
+        if fault is not None and capability >= fault.lowest:
+            disabled += fault.kernels
+    if not disabled or DISABLED_KERNELS_VARIABLE in os.environ:
+        return {}
+    return {DISABLED_KERNELS_VARIABLE: ",".join(disabled)}
+
+
+def _warn_if_inexact(schemes: Collection[QuantizationScheme]) -> None:
+    has_int8 = any(scheme.checkpoint_format == "int-quantized" for scheme in schemes)
+    if has_int8 and saturates():
+        logger.warning(
+            "This CPU has no VNNI, so vLLM's INT8 sums saturate, and the actor is rougher. Good "
+            "for a trial. Exact: rollout_quantization=None, vllm_engine_kwargs={'dtype': "
+            "'float32'}."
+        )
+
+
+def _check_kernels(schemes: Collection[QuantizationScheme], capability: tuple[int, int]) -> None:
     available = available_formats()
-    for scheme in [scheme for scheme in schemes if scheme.name not in available]:
-        needs = "FlashInfer, with nvcc or the package flashinfer-cubin"
-        if not scheme.runs_on(capability):
-            needs = f"a GPU of compute capability {'.'.join(map(str, scheme.lowest_gpu))} or higher"
+    for scheme in schemes:
+        if scheme.name in available:
+            continue
+        if scheme.runs_on(capability):
+            needs = "FlashInfer, with nvcc or the package flashinfer-cubin"
+        else:
+            lowest = ".".join(map(str, scheme.lowest_gpu))
+            needs = f"a GPU of compute capability {lowest} or higher"
         raise ValueError(
             f"{scheme.label} rollouts need {needs}: choose another rollout_quantization "
             f"(--scheme). Here vLLM has kernels for {', '.join(available) or 'no format'}."
         )
-    faults = [each.kernel_fault for each in SCHEMES.values()]
-    here = [fault for fault in faults if fault is not None and capability >= fault.lowest]
-    if not here or DISABLED_KERNELS_VARIABLE in os.environ:
-        return {}
-    return {
-        DISABLED_KERNELS_VARIABLE: ",".join(kernel for fault in here for kernel in fault.kernels)
-    }
+
+
+def saturates() -> bool:
+    """Return whether vLLM's INT8 kernels add products in 16 bits, which saturate.
+
+    They do on x86 CPUs without VNNI.
+    """
+    cpu = torch.cpu.get_capabilities()
+    has_vnni = cpu.get("avx512_vnni") or cpu.get("avx_vnni") or cpu.get("amx_int8")
+    return bool(cpu.get("avx2") and not has_vnni)
+
+
+def transformers_backend(
+    architectures: Collection[str], arguments: Mapping[str, Any]
+) -> dict[str, type]:
+    """Return vLLM's classes that run transformers' code of a model, by their names.
+
+    There are none if vLLM has its own code.
+    """
+    from vllm.model_executor.models import ModelRegistry
+
+    native = []
+    if arguments.get("model_impl") != "transformers":
+        native = [name for name in architectures if name in ModelRegistry.models]
+    found = {}
+    for name in native or BACKENDS:
+        loaded = ModelRegistry.models[name].load_model_cls()
+        if any(each.__module__ == BACKEND_MODULE for each in loaded.__mro__):
+            found[name] = loaded
+    return found
+
+
+# What vLLM's build for CPUs cannot run
 
 
 def check_cpu_build(
-    config: Any, schemes: Mapping[str, QuantizationScheme] | None = None, arguments: Any = None
+    config: "PreTrainedConfig",
+    schemes: Schemes | None = None,
+    arguments: Mapping[str, Any] | None = None,
 ) -> None:
-    """Raise `ValueError` if vLLM runs on a CPU and its build for CPUs does not support a model with
-    these formats.
+    """Raise `ValueError` if vLLM runs on a CPU and cannot run a model with these formats there.
 
     vLLM would fail minutes later, in other words, or abort the process. `schemes` are those of its
     layers, or any keys while these are not known; `arguments` are the engine's, by vLLM's names.
     """
     from vllm.platforms import current_platform
 
-    if current_platform.is_cpu() and (
-        obstacle := next(_cpu_obstacles(config, schemes or {}, arguments or {}), None)
-    ):
+    if not current_platform.is_cpu():
+        return
+    obstacle = next(_cpu_obstacles(config, schemes or {}, arguments or {}), None)
+    if obstacle is not None:
         raise ValueError(f"{obstacle}, or use a GPU.")
 
 
-def expert_obstacle(config: Any, schemes: Mapping[str, QuantizationScheme]) -> str | None:
-    """Return why an engine on this machine cannot run quantized experts, if there are any and it
-    cannot.
-    """
+def expert_obstacle(config: "PreTrainedConfig", schemes: Schemes) -> str | None:
+    """Return why an engine on this machine cannot run quantized experts, or `None`."""
     from vllm.platforms import current_platform
 
-    return _expert_obstacle(config, schemes) if current_platform.is_cpu() else None
-
-
-def saturates() -> bool:
-    """Return whether vLLM's INT8 kernels add products in 16 bits, which saturate: on x86 CPUs
-    without VNNI.
-    """
-    cpu = torch.cpu.get_capabilities()
-    return bool(cpu.get("avx2")) and not any(map(cpu.get, ("avx512_vnni", "avx_vnni", "amx_int8")))
+    if not current_platform.is_cpu():
+        return None
+    return _expert_obstacle(config, schemes)
 
 
 def _cpu_obstacles(
-    config: Any, schemes: Mapping[str, QuantizationScheme], arguments: Mapping
+    config: "PreTrainedConfig", schemes: Schemes, arguments: Mapping[str, Any]
 ) -> Iterator[str]:
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-    text, has_amx = config.get_text_config(), bool(torch.cpu.get_capabilities().get("amx_tile"))
-    heads, sizes = (
-        getattr(text, "num_attention_heads", None),
-        CPUAttentionBackend.get_supported_head_sizes(),
-    )
-    width = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else None)
-    if width and width not in sizes:  # as in most tiny test models
-        yield (
-            f"The attention heads of this model are {width} wide, but vLLM's CPU build has kernels "
-            f"only for {', '.join(map(str, sizes))}. Use a model with such heads (`make demo` "
-            "trains one)"
-        )
+    text = config.get_text_config()
+    yield from _head_obstacles(text)
     if text.model_type == "gpt_oss":
         yield (
             "No sync can load the experts of gpt-oss into vLLM's CPU build, in any format: use "
             "another model"
         )
-    if "enable_lora" in arguments and any(getattr(text, name, None) for name in EXPERT_COUNTS):
+    has_experts = any(getattr(text, name, None) for name in EXPERT_COUNTS)
+    if has_experts and "enable_lora" in arguments:
         yield (
             "vLLM's CPU build runs no adapter beside experts: merge it (weight_sync='auto', no "
             "--enable-lora)"
         )
     for scheme in dict.fromkeys(schemes.values()):
-        if not scheme.runs_on(None) and (
-            scheme.cpus or scheme.checkpoint_format == "pack-quantized"
-        ):
-            lacks = (
-                f"kernels only for CPUs with {scheme.cpus}, which this one lacks"
-                if scheme.cpus
-                else "no kernels"
-            )
-            yield (
-                f"For {scheme.label}, vLLM's CPU build has {lacks}: choose another "
-                "rollout_quantization"
-            )
-    if has_amx and "int-quantized" in {scheme.checkpoint_format for scheme in schemes.values()}:
-        kernels = "vLLM's INT8 kernels for CPUs with AMX"
-        # "auto" runs a float32 model in bfloat16
-        dtype = str(arguments.get("dtype", "auto")).removeprefix("torch.")
-        dtype = (
-            "float16" if dtype == "auto" and torch.float16 in (config.dtype, text.dtype) else dtype
+        yield from _format_obstacles(scheme)
+    has_int8 = any(scheme.checkpoint_format == "int-quantized" for scheme in schemes.values())
+    if has_int8 and _has_amx():
+        yield from _amx_obstacles(config, arguments)
+    obstacle = _expert_obstacle(config, schemes)
+    if obstacle is not None:
+        yield (
+            f"{obstacle}: add {EXPERTS!r} to quantization_ignore (or --ignore), which leaves "
+            "experts in 16 bits"
         )
-        if dtype not in ("auto", "bfloat16"):
-            yield (
-                f"{kernels} need dtype='bfloat16', not {dtype!r}: set it in vllm_engine_kwargs (or "
-                "--dtype)"
-            )
-        if (names := arguments.get("architectures", config.architectures)) and transformers_backend(
-            names, arguments
-        ):
-            yield (
-                f"{kernels} cannot run its transformers backend: set rollout_quantization=None "
-                "(--scheme none)"
-            )
-    if obstacle := _expert_obstacle(config, schemes):
-        way_out = (
-            f"add {EXPERTS!r} to quantization_ignore (or --ignore), which leaves experts in 16 bits"
-        )
-        yield f"{obstacle}: {way_out}"
 
 
-def _expert_obstacle(config: Any, schemes: Mapping[str, QuantizationScheme]) -> str | None:
+def _head_obstacles(text: "PreTrainedConfig") -> Iterator[str]:
+    """Yield why attention heads have no kernel, as those of most tiny test models."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    sizes = CPUAttentionBackend.get_supported_head_sizes()
+    heads = getattr(text, "num_attention_heads", None)
+    width = getattr(text, "head_dim", None)
+    if not width and heads:
+        width = text.hidden_size // heads
+    if width and width not in sizes:
+        yield (
+            f"The attention heads of this model are {width} wide, but vLLM's CPU build has kernels "
+            f"only for {', '.join(map(str, sizes))}. Use a model with such heads (`make demo` "
+            "trains one)"
+        )
+
+
+def _format_obstacles(scheme: QuantizationScheme) -> Iterator[str]:
+    if scheme.runs_on(None):
+        return
+    if scheme.cpus:
+        lacks = f"kernels only for CPUs with {scheme.cpus}, which this one lacks"
+    elif scheme.checkpoint_format == "pack-quantized":
+        lacks = "no kernels"
+    else:
+        return
+    yield f"For {scheme.label}, vLLM's CPU build has {lacks}: choose another rollout_quantization"
+
+
+def _amx_obstacles(config: "PreTrainedConfig", arguments: Mapping[str, Any]) -> Iterator[str]:
+    """Yield why INT8 kernels for CPUs with AMX cannot run a model."""
+    kernels = "vLLM's INT8 kernels for CPUs with AMX"
+    dtype = str(arguments.get("dtype", "auto")).removeprefix("torch.")
+    # "auto" runs a float32 model in bfloat16.
+    if dtype == "auto" and torch.float16 in (config.dtype, config.get_text_config().dtype):
+        dtype = "float16"
+    if dtype not in ("auto", "bfloat16"):
+        yield (
+            f"{kernels} need dtype='bfloat16', not {dtype!r}: set it in vllm_engine_kwargs (or "
+            "--dtype)"
+        )
+    architectures = arguments.get("architectures", config.architectures)
+    if architectures and transformers_backend(architectures, arguments):
+        yield (
+            f"{kernels} cannot run its transformers backend: set rollout_quantization=None "
+            "(--scheme none)"
+        )
+
+
+def _expert_obstacle(config: "PreTrainedConfig", schemes: Schemes) -> str | None:
     """Return why vLLM's CPU build cannot run quantized experts of this model, if there are any."""
     experts = expert_layers(schemes)
     if not experts:
         return None
-    text, has_amx = config.get_text_config(), bool(torch.cpu.get_capabilities().get("amx_tile"))
-    inner = getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", 0)
-    needs = {
-        "on CPUs with AMX, which this CPU lacks": has_amx,
-        f"of {', '.join(ROUTED_BY_SOFTMAX)}, not of {text.model_type}": text.model_type
-        in ROUTED_BY_SOFTMAX,
-        f"with multiples of 32 as sizes, not {text.hidden_size} and {inner}": (
-            text.hidden_size | inner
-        )
-        % 32
-        == 0,
-    }
-    need = next((need for need, is_met in needs.items() if not is_met), None)
-    return need and f"vLLM's CPU build runs {schemes[experts[0]].label} experts only {need}"
+    need = next(_needs_of_experts(config.get_text_config()), None)
+    if need is None:
+        return None
+    return f"vLLM's CPU build runs {schemes[experts[0]].label} experts only {need}"
 
 
-def transformers_backend(
-    architectures: Collection[str], arguments: Mapping[str, Any]
-) -> dict[str, type]:
-    """Return vLLM's classes that run transformers' code of a model, by their names; none if vLLM
-    has its own code.
-    """
-    from vllm.model_executor.models import ModelRegistry
-
-    native = [
-        n
-        for n in architectures
-        if n in ModelRegistry.models and arguments.get("model_impl") != "transformers"
-    ]
-    classes = {name: ModelRegistry.models[name].load_model_cls() for name in native or BACKENDS}
-    return {
-        name: cls
-        for name, cls in classes.items()
-        if BACKEND_MODULE in {each.__module__ for each in cls.__mro__}
-    }
+def _needs_of_experts(text: "PreTrainedConfig") -> Iterator[str]:
+    """Yield what quantized experts need and do not have here."""
+    if not _has_amx():
+        yield "on CPUs with AMX, which this CPU lacks"
+    if text.model_type not in ROUTED_BY_SOFTMAX:
+        yield f"of {', '.join(ROUTED_BY_SOFTMAX)}, not of {text.model_type}"
+    inner = getattr(text, "intermediate_size", 0)
+    inner = getattr(text, "moe_intermediate_size", None) or inner
+    if text.hidden_size % 32 or inner % 32:
+        yield f"with multiples of 32 as sizes, not {text.hidden_size} and {inner}"
 
 
-def cpu_cache_arguments(
-    checkpoint: str, arguments: Mapping[str, Any], sequences: int, length: int, share: float = 0.5
-) -> dict[str, int]:
-    """Return the arguments with which an engine of this checkpoint starts in the memory that is
-    free, on a CPU.
-
-    By default, vLLM's CPU build plans with 92 % of the machine's memory, and does not start if less
-    is free. Instead, its cache gets what `sequences` of `length` tokens need, but at most a `share`
-    of what weights and engine leave. Empty on a GPU, or if `arguments` name a size. Raises
-    `ValueError` if too little memory is free.
-    """
-    is_chosen = not {"gpu_memory_utilization", "kv_cache_memory_bytes"}.isdisjoint(arguments)
-    if torch.cuda.is_available() or is_chosen or os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
-        return {}
-    free, weights = free_memory(), weight_bytes(checkpoint)
-    cache = int(share * (free - weights - ENGINE_BYTES))
-    if cache < MIN_CACHE:
-        raise ValueError(
-            f"{free / 1e9:.1f} GB of memory are free, but an engine of this model needs "
-            f"{weights / 1e9:.1f} GB for weights and about "
-            f"{(ENGINE_BYTES + MIN_CACHE / share) / 1e9:.1f} GB for the rest. Stop other "
-            "processes, or use a smaller model."
-        )
-    return {
-        "kv_cache_memory_bytes": min(
-            cache, max(MIN_CACHE, cache_bytes(checkpoint, arguments, sequences, length))
-        )
-    }
-
-
-def cache_bytes(checkpoint: str, arguments: Mapping[str, Any], sequences: int, length: int) -> int:
-    """Return the bytes of the keys and values of sequences, and at least of one that fills the
-    context.
-    """
-    from transformers import AutoConfig
-
-    # on a command line, it has no value
-    trust = arguments.get("trust_remote_code", False) is not False
-    text = AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust).get_text_config()
-    given = str(arguments.get("max_model_len"))
-    # vLLM also takes "auto" and "8k"
-    context = int(given) if given.isdecimal() else text.max_position_embeddings
-    # vLLM leaves one empty
-    blocks = 1 + max(-(-context // BLOCK), sequences * -(-min(context, length) // BLOCK))
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    size = 4 if "float32" in str(arguments.get("dtype")) else 2
-    return blocks * BLOCK * text.num_hidden_layers * heads * width * 2 * size
-
-
-def free_memory() -> int:
-    """Return the free memory as vLLM counts it, in bytes, within a container's limit."""
-    from vllm.utils.cpu_resource_utils import (
-        get_allowed_cpu_list,
-        get_memory_node_info,
-        get_visible_memory_node,
-    )
-
-    nodes, node = get_visible_memory_node(), get_allowed_cpu_list()[0].numa_node
-    return get_memory_node_info(node if node in nodes else nodes[0]).available_memory
-
-
-def weight_bytes(directory: str) -> int:
-    """Return the size of a checkpoint's weights, in bytes."""
-    return sum(path.stat().st_size for path in Path(directory).glob("*.safetensors"))
+def _has_amx() -> bool:
+    return bool(torch.cpu.get_capabilities().get("amx_tile"))

@@ -1,6 +1,4 @@
-"""HTTP from the trainer to the server: requests that are bounded in time, and answers that are
-vLLM's.
-"""
+"""HTTP to the server: requests that are bounded in time, and answers that are vLLM's."""
 
 import json
 import re
@@ -17,14 +15,14 @@ from trl_qurl.rollout.engine.guard import read_key
 
 def add_key(request: requests.PreparedRequest) -> requests.PreparedRequest:
     """Add the key, if it is set, to a request; for the `auth` of a session."""
-    if key := read_key():
+    key = read_key()
+    if key:
         request.headers["Authorization"] = f"Bearer {key}"
     return request
 
 
 class BoundedRequests(HTTPAdapter):
-    """Limits the time of every request, in seconds, never sends one again, and never sends one to a
-    proxy.
+    """Limits the time of every request, in seconds; sends none again, and none to a proxy.
 
     Only a connection that was not made is tried again, because the server cannot have acted on that
     request. TRL's client would repeat requests five times: it would wait for a hung server six
@@ -45,8 +43,9 @@ class BoundedRequests(HTTPAdapter):
         self._limit = limit
 
     def send(self, *args: Any, **kwargs: Any) -> requests.Response:
-        """Return the answer with all of its body. Raises `requests.Timeout` if that takes longer
-        than the limit.
+        """Return the answer with all of its body.
+
+        Raises `requests.Timeout` if that takes longer than the limit.
         """
         answer: Future[requests.Response] = Future()
 
@@ -92,11 +91,10 @@ TEXTS = {"/reset_encoder_cache": "", "/v1/load_lora_adapter": "Success: .*"}
 
 
 def read_answer(path: str, body: bytes) -> dict[str, Any]:
-    """Return what a path answered with status 200, empty for a text. Raises `ValueError` if that is
-    not vLLM's answer.
+    """Return what a path answered with status 200, empty for a text.
 
-    A proxy's page also has that status, and so has an answer that lost its end without a
-    `Content-Length`.
+    Raises `ValueError` if that is not vLLM's answer: a proxy's page also has that status, and so
+    has an answer that lost its end without a `Content-Length`.
     """
     if path in TEXTS:
         if re.fullmatch(TEXTS[path], body.decode()) is None:

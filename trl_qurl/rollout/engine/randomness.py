@@ -46,7 +46,8 @@ class EngineNoise:
             self._generations.clear()
         number = self._generations[mode]
         self._generations[mode] += 1
-        seed = crc32(f"seed{self._seed}-engine{self._engine}-step{step}-{mode}{number}".encode())
+        name = f"seed{self._seed}-engine{self._engine}-step{step}-{mode}{number}"
+        seed = crc32(name.encode())
         state_of_numpy = np.random.get_state()
         try:
             with _generators():
@@ -58,9 +59,8 @@ class EngineNoise:
 
 
 def _generators() -> AbstractContextManager[None]:
-    """Restore torch's generators of the CPU and of this
-    process's device at the end of the block.
-    """
-    if not torch.accelerator.is_available():
-        return torch.random.fork_rng([])
-    return torch.random.fork_rng([torch.accelerator.current_device_index()])
+    """Restore torch's generators of the CPU and of this process's device at the block's end."""
+    devices = []
+    if torch.accelerator.is_available():
+        devices.append(torch.accelerator.current_device_index())
+    return torch.random.fork_rng(devices)

@@ -27,7 +27,7 @@ from trl_qurl.quantization.plan import QuantizationPlan, fingerprint
 from trl_qurl.rollout import wire
 from trl_qurl.rollout.background import in_background
 from trl_qurl.rollout.checks.tensors import differences
-from trl_qurl.rollout.engine.broadcast import PACKING, Broadcast
+from trl_qurl.rollout.engine.broadcast import Broadcast
 from trl_qurl.rollout.engine.guard import API_KEY_VARIABLE
 from trl_qurl.rollout.engine.http import open_session, read_answer
 from trl_qurl.rollout.errors import ServerError, ServerLostError, SyncError
@@ -283,30 +283,6 @@ class ServedEngine(VLLMClient, wire.Engine):
             )
         self._post("/reset_encoder_cache")  # image features from the old weights
 
-    def continue_greedily(self, prompts: list[list[int]], steps: int) -> list[wire.Continuation]:  # noqa: D102
-        output: dict[str, Any] = self.generate(
-            prompts,
-            max_tokens=steps,
-            temperature=0.0,
-            logprobs=wire.PROBE_TOP,
-            generation_kwargs={"ignore_eos": True},
-        )
-        answers = zip(
-            prompts,
-            output["completion_ids"],
-            output["logprob_token_ids"],
-            output["logprobs"],
-            strict=True,
-        )
-        return [
-            wire.Continuation(
-                prompt,
-                completion,
-                [dict(zip(*step, strict=True)) for step in zip(tokens, logps, strict=True)],
-            )
-            for prompt, completion, tokens, logps in answers
-        ]
-
     def call_workers(self, method: str, **kwargs: Any) -> list[Any]:  # noqa: D102
         try:
             return self._post("/collective_rpc", json={"method": method, "kwargs": kwargs})[
@@ -321,9 +297,6 @@ class ServedEngine(VLLMClient, wire.Engine):
         # hundreds of requests may be queued behind the one that failed
         if self._failure is not None:
             raise self._failure
-        if url.endswith("/init_weight_transfer_engine"):  # the parent leaves the buffers to vLLM
-            buffers = {f"packed_{name}": value for name, value in PACKING.items()}
-            kwargs["json"] = {"init_info": kwargs["json"]["init_info"] | buffers}
         try:
             return self._answer(verb, url.removeprefix(self.base_url), **kwargs)
         except ServerError as error:

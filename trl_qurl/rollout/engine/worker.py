@@ -2,12 +2,11 @@
 
 vLLM imports this class by name (`--worker-extension-cls`, its official way to add worker methods).
 Neither the class nor its imports need TRL, so the engine may run in an environment without it.
-vLLM's own reload does the work; `cuda` and `cpu` add fixes.
+Whatever way tensors come, vLLM's own reload reads them one by one, and `repairs` mends it.
 """
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -19,26 +18,22 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
     CompressedTensorsConfig,
 )
-from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_random_seed
 
 from trl_qurl.quantization.checkpoint_form import NamedTensors
 from trl_qurl.quantization.plan import fingerprint, stored_formats
 from trl_qurl.quantization.storage import read_tensors, tensor_shapes
-from trl_qurl.rollout.checks.reload import watched_reload
 from trl_qurl.rollout.checks.tensors import (
     MeteredStream,
     base_digests,
     compare_digests,
     tensor_digest,
 )
+from trl_qurl.rollout.engine.broadcast import received
 from trl_qurl.rollout.errors import SyncError
+from trl_qurl.rollout.repairs.in_worker import repaired_reload
+from trl_qurl.rollout.repairs.incomplete_reload import watched_reload
 from trl_qurl.rollout.wire import FRESH, NOT_RECEIVED, TensorMetadata, WeightUpdate
-
-if current_platform.is_cpu():
-    from trl_qurl.rollout.engine.cpu import repaired_reload
-else:
-    from trl_qurl.rollout.engine.cuda import repaired_reload
 
 
 class RolloutWorker:
@@ -51,14 +46,10 @@ class RolloutWorker:
     model_runner: Any
     vllm_config: VllmConfig
     weight_transfer_engine: Any
-    start_weight_update: Callable[[], None]
-    update_weights: Callable[[dict[str, list]], None]
-    finish_weight_update: Callable[[], None]
     rollout_digests: dict[str, str]  # of the latest load; empty if none were requested
     rollout_digest_s: float  # seconds that these took
     loaded_version = FRESH
     rollout_load_failed = False
-    _metered_model: "MeteredModel | None" = None
 
     def load_rollout_weights(
         self,
@@ -66,46 +57,37 @@ class RolloutWorker:
         weights_iterator: NamedTensors | None = None,  # only in the trainer's process
         weights_path: str | None = None,  # a checkpoint on a file system that this worker sees
     ) -> None:
-        """Replace weights in place with checkpoint-format tensors, received by vLLM itself if
-        `update` has metadata.
+        """Replace weights in place with checkpoint-format tensors: over NCCL, if `update` has
+        metadata, from files, or from an iterator.
 
         Raises `RuntimeError` if a layer kept its old weights, files are out of sight, or an earlier
         load failed.
         """
         request = WeightUpdate(**update)
-        if weights_path is not None and not any(Path(weights_path).glob("*.safetensors")):
-            advice = (
-                "set rollout_checkpoint_dir to a directory that both the trainer and the server see"
-            )
-            raise SyncError(
-                f"{NOT_RECEIVED}: the vLLM server does not see the files in {weights_path}; "
-                f"{advice}."
-            )
+        source: NamedTensors = weights_iterator or ()
+        if request.metadata is not None:
+            source = self._receive(request.metadata)
+        elif weights_path is not None:
+            source = _read_files(weights_path)
         if self.rollout_load_failed:
             raise RuntimeError("An earlier load of weights failed halfway: restart the server.")
-        if request.metadata is not None and self.weight_transfer_engine.model_update_group is None:
-            # it is, before the retry
-            raise RuntimeError("The server was restarted: NCCL is not open.")
         self.rollout_load_failed = True
         self.rollout_digests = {}
-        self.rollout_digest_s = 0.0
-        digests = self.rollout_digests if request.digest else None
+        stream = MeteredStream(source, self.rollout_digests if request.digest else None)
         model = self.get_model()
         with watched_reload(model):
             with repaired_reload(model):
-                if request.metadata is not None:
-                    self._receive(request.metadata, digests)
-                else:
-                    source = (
-                        read_tensors(Path(weights_path))
-                        if weights_path is not None
-                        else weights_iterator or ()
-                    )
-                    stream = MeteredStream(source, digests)
-                    self.reload_weights(weights_iterator=stream)
-                    self.rollout_digest_s = stream.digest_s
+                self.reload_weights(weights_iterator=stream)
             self.rollout_load_failed = False  # vLLM can reload even if a layer is incomplete
+        self.rollout_digest_s = stream.digest_s
         self._begin_version(request)
+
+    def _receive(self, metadata: TensorMetadata) -> NamedTensors:
+        communicator = self.weight_transfer_engine.model_update_group
+        if communicator is None:
+            # it is, before the retry
+            raise RuntimeError("The server was restarted: NCCL is not open.")
+        return received(metadata, communicator)
 
     def compare_rollout_digests(self, sent: dict[str, str]) -> float:
         """Raise `SyncError` if the latest load, with digests, received anything but the weights
@@ -167,20 +149,6 @@ class RolloutWorker:
             engine = self.vllm_config.parallel_config.data_parallel_index
             set_random_seed(crc32(f"{update.noise}-engine{engine}".encode()))
 
-    def _receive(self, metadata: TensorMetadata, digests: dict[str, str] | None) -> None:
-        """Receive one update through vLLM's weight transfer."""
-        self.start_weight_update()
-        engine = self.weight_transfer_engine
-        self._metered_model = self._metered_model or MeteredModel(engine.model)
-        self._metered_model.digests = digests
-        self._metered_model.digest_s = 0.0
-        engine.set_weight_update_target(self._metered_model, engine.model_config)
-        names, dtypes, shapes = map(list, zip(*metadata, strict=True))
-        self.update_weights({"names": names, "dtype_names": dtypes, "shapes": shapes})
-        engine.reset_weight_update_target()
-        self.finish_weight_update()
-        self.rollout_digest_s = self._metered_model.digest_s
-
     def describe_config(self) -> dict[str, Any]:
         """Return vLLM's configuration as `/server_info` does."""
         return TypeAdapter(VllmConfig).dump_python(self.vllm_config, mode="json", fallback=str)
@@ -195,7 +163,6 @@ class RolloutWorker:
             if name == "weight" and parameter.is_floating_point()  # scales of a cache are float32
         }
         return {
-            "block_size": self.vllm_config.cache_config.block_size,
             "max_model_len": self.vllm_config.model_config.max_model_len,
             "kv_cache_dtype": self.vllm_config.cache_config.cache_dtype,
             "max_lora_rank": lora.max_lora_rank if (lora := self.vllm_config.lora_config) else 0,
@@ -203,21 +170,14 @@ class RolloutWorker:
         }
 
 
-@dataclass(eq=False)
-class MeteredModel:
-    """What vLLM's transfer engine loads into: a model, with digests. vLLM 0.33 keys data by it, so
-    it is hashable.
-    """
-
-    model: Any
-    digests: dict[str, str] | None = None
-    digest_s: float = 0.0  # seconds spent on them
-
-    def load_weights(self, weights: NamedTensors) -> None:
-        """Load tensors into the model; the engine calls nothing else."""
-        stream = MeteredStream(weights, self.digests)
-        self.model.load_weights(stream)
-        self.digest_s += stream.digest_s
+def _read_files(path: str) -> NamedTensors:
+    """Return the tensors of a checkpoint; `SyncError` if this worker does not see its files."""
+    if not any(Path(path).glob("*.safetensors")):
+        raise SyncError(
+            f"{NOT_RECEIVED}: the vLLM server does not see the files in {path}; set "
+            "rollout_checkpoint_dir to a directory that both the trainer and the server see."
+        )
+    return read_tensors(Path(path))
 
 
 def _loaded_digests(adapter: Any) -> list[str]:

@@ -1,0 +1,83 @@
+"""Each file that works around a fault of a library names its report, and has a last release."""
+
+import importlib
+import re
+from configparser import ConfigParser
+from types import ModuleType
+
+import pytest
+from documents import ROOT, links
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from trl_qurl.rollout import repairs
+
+FOLDER = ROOT / "trl_qurl" / "rollout" / "repairs"
+TOGETHER = ("__init__", "in_worker")  # no repairs
+REPAIRS = sorted({path.stem for path in FOLDER.glob("*.py")} - set(TOGETHER))
+PAGE = ROOT / "docs" / "upstream.md"
+LINK = "../trl_qurl/rollout/repairs/"
+
+
+def reports() -> dict[int, str]:
+    """The reports of the page, by number, and the text of each."""
+    _, *parts = re.split(r"^###? (\d+)\. ", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return dict(zip(map(int, parts[::2]), parts[1::2], strict=True))
+
+
+def supported(library: str) -> tuple[Version, Version]:
+    """The lowest release of a library that setup.cfg allows, and the lowest that it excludes."""
+    config = ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    lines = config["options"]["install_requires"].splitlines()
+    for extra in config["options.extras_require"].values():
+        lines += extra.splitlines()
+    requirements = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    [specifier] = [one.specifier for one in requirements if one.name == library and one.specifier]
+    bounds = {bound.operator: Version(bound.version) for bound in specifier}
+    return bounds[">="], bounds["<"]
+
+
+def imported(name: str) -> ModuleType:
+    return importlib.import_module(f"{repairs.__name__}.{name}")
+
+
+@pytest.mark.parametrize("name", REPAIRS)
+def test_a_repair_names_its_report(name):
+    known = reports()
+    repair = imported(name)
+    assert repair.REPORTS
+    for number in repair.REPORTS:
+        assert number in known, f"docs/upstream.md has no report {number}"
+        assert f"]({LINK}{name}.py)" in known[number], f"report {number} has no link to {name}.py"
+        assert re.search(rf"\breports? .*\b{number}\b", repair.__doc__)
+
+
+def test_every_link_to_a_repair_comes_from_its_report():
+    named = {link.removeprefix(LINK) for link in links(PAGE) if link.startswith(LINK)}
+    assert named == {f"{name}.py" for name in ["__init__", *REPAIRS]}
+
+
+@pytest.mark.parametrize("name", REPAIRS)
+def test_a_repair_is_still_necessary(name):
+    repair = imported(name)
+    library, _ = repair.SEEN_IN.split()
+    lowest, _ = supported(library)
+    release = repair.UNNECESSARY_FROM
+    assert release is None or lowest < Version(release), (
+        f"setup.cfg requires {library} {lowest}, which has no fault since {release}: remove "
+        f"{name}.py and its report."
+    )
+
+
+@pytest.mark.parametrize("name", REPAIRS)
+def test_the_fault_was_looked_for_in_every_release_that_is_allowed(name):
+    repair = imported(name)
+    library, release = repair.SEEN_IN.split()
+    _, excluded = supported(library)
+    major, minor = Version(release).release
+    is_known = repair.UNNECESSARY_FROM is not None
+    assert is_known or excluded <= Version(f"{major}.{minor + 1}"), (
+        f"setup.cfg allows {library} below {excluded}, and the fault of {name}.py was last seen in "
+        f"{release}. Look whether it is still there, then change SEEN_IN or UNNECESSARY_FROM."
+    )
