@@ -21,7 +21,8 @@ from packaging.requirements import Requirement
 
 import trl_qurl
 from trl_qurl.config import CLIPPED_LOSS_TYPES, TAKEN_ENGINE_ARGUMENTS
-from trl_qurl.config.checks import HARMLESS, NEUTRAL, REFUSED
+from trl_qurl.config.checks import HARMLESS, NEUTRAL
+from trl_qurl.config.refusals import SAMPLING_PARAMETERS
 from trl_qurl.trainers.arguments import NOT_PASSED, REWARD_KEYWORDS
 
 GRPO = "trl.trainer.grpo_trainer"
@@ -285,7 +286,7 @@ trl.trainer.rloo_trainer RLOOTrainer._generate_single_turn: our property _last_l
     if self.state.global_step != self._last_loaded_step:
     self.vllm_generation.sync_weights()
     vllm_generation.generate(
-trl.trainer.grpo_trainer GRPOTrainer._generate_single_turn: config/checks.py refuses `logprobs`
+trl.trainer.grpo_trainer GRPOTrainer._generate_single_turn: config/refusals.py refuses `logprobs`
     lp[0]
 trl.trainer.grpo_trainer GRPOTrainer._generate_and_score_completions: _scores_in_update repeats the condition
     generate_every = self.args.steps_per_generation * self.num_iterations
@@ -696,8 +697,17 @@ def test_engine_arguments_are_those_the_config_reserves():
 def test_sampling_parameters_that_the_config_names_exist():
     body = body_of("vllm.sampling_params", "SamplingParams").body
     fields = {node.target.id for node in body if isinstance(node, ast.AnnAssign)}
-    named = {*HARMLESS, *NEUTRAL, *REFUSED, "min_p", "temperature", "structured_outputs"}
-    assert named <= fields, f"vLLM renamed {sorted(named - fields)}: see config/checks.py"
+    named = {
+        *HARMLESS,
+        *NEUTRAL,
+        *SAMPLING_PARAMETERS,
+        "min_p",
+        "temperature",
+        "structured_outputs",
+    }
+    assert named <= fields, (
+        f"vLLM renamed {sorted(named - fields)}: see config/checks.py and refusals.py"
+    )
 
 
 def test_the_backends_constructor_starts_the_engine_last():

@@ -3,17 +3,20 @@
 That is all that rescaling needs to know about a model.
 """
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class Architecture(NamedTuple):
     """Norms and the linear layers they feed, inside one decoder layer."""
 
-    # linear layers by the norm that feeds them, named relative to the decoder layer
+    # Linear layers by the norm that feeds them, named relative to the decoder layer.
     feeds: dict[str, tuple[str, ...]]
-    # the norm multiplies by gain_offset + weight: 0, or 1 in the Gemma family
+    # The norm multiplies by gain_offset + weight: 0, or 1 in the Gemma family.
     gain_offset: float = 0.0
 
 
@@ -60,7 +63,7 @@ Nemotron)."""
 
 
 def decoder_layers(
-    model: Any, feature: str, way_out: str
+    model: "PreTrainedModel", feature: str, way_out: str
 ) -> tuple[Architecture, dict[str, nn.Module]]:
     """Return a model's architecture, and its decoder layers by name.
 

@@ -8,10 +8,13 @@ time. Experts to quantize become one matrix each, with llm-compressor's names.
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 """Tensors with their names."""
@@ -46,7 +49,7 @@ def has_wrapper(model: Any) -> bool:
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
-def plain_model(model: Any) -> Any:
+def plain_model(model: Any) -> "PreTrainedModel":
     """Return a model without PEFT's wrapper."""
     if has_wrapper(model):
         return model.get_base_model()
@@ -106,7 +109,7 @@ class CheckpointForm:
     checkpoint holds several parameters.
     """
 
-    # the checkpoint's tensors, on the meta device, by parameter and name
+    # The checkpoint's tensors, on the meta device, by parameter and name.
     layout: dict[str, dict[str, torch.Tensor]]
 
     def __init__(self, model: nn.Module, splits_experts: bool = True) -> None:
@@ -186,7 +189,9 @@ class CheckpointForm:
                 yield from _reverted(self._model, {name: tensor}).items()
 
 
-def _reverted(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _reverted(
+    model: "PreTrainedModel", tensors: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
     from transformers.core_model_loading import revert_weight_conversion
 
     return revert_weight_conversion(model, tensors)

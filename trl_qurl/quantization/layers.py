@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -14,6 +14,9 @@ from trl_qurl.quantization.checkpoint_form import (
     plain_model,
 )
 from trl_qurl.quantization.scheme import LINEAR
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 RELOADABLE = ("qwen3_5_text",)
 """Recurrent models (`model_type`) for which an engine after training matched a fresh one."""
@@ -43,7 +46,7 @@ class Layer(NamedTuple):
         return any(is_match(name, self.module, patterns) for name in self.names)
 
 
-def ignored_modules(model: Any, ignore: Iterable[str]) -> list[str]:
+def ignored_modules(model: nn.Module, ignore: Iterable[str]) -> list[str]:
     """Extend `ignore` with patterns for the modules that always stay in full precision.
 
     These are all modules outside the language model (vision tower, projector), and the routers of
@@ -71,7 +74,7 @@ def linear_layers(model: nn.Module, layers: Collection[str]) -> Iterator[tuple[s
             yield name, module
 
 
-def check_recurrent_layers(model: Any) -> None:
+def check_recurrent_layers(model: "PreTrainedModel") -> None:
     """Raise `ValueError` for recurrent layers.
 
     After vLLM's reload, Mamba 2 computes with other weights.
@@ -143,7 +146,7 @@ def _fused_name(name: str) -> str:
     return name
 
 
-def _paths_beside_language_model(model: Any) -> list[str]:
+def _paths_beside_language_model(model: nn.Module) -> list[str]:
     """Return the topmost modules of a vision-language model outside its language model."""
     from transformers import PreTrainedModel
 

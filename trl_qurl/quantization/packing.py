@@ -5,9 +5,12 @@ because they take a second.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
 CACHED = 512 * 1024
 """Weights to round at a time on a CPU, so that passes after the first read their quotients from the
@@ -35,7 +38,7 @@ PACKS: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {4: pack_4_bits, 8: p
 
 
 def pack(
-    weight: torch.Tensor, library_scheme: Any, checkpoint_format: str
+    weight: torch.Tensor, library_scheme: "QuantizationScheme", checkpoint_format: str
 ) -> dict[str, torch.Tensor]:
     """Round a weight matrix, (out, in), into the tensors for a checkpoint, by name.
 
@@ -71,7 +74,9 @@ def pack(
     return dict(sorted(tensors.items()))  # the same order everywhere
 
 
-def _codes(blocks: torch.Tensor, scale: torch.Tensor, args: Any, is_packed: bool) -> torch.Tensor:
+def _codes(
+    blocks: torch.Tensor, scale: torch.Tensor, args: "QuantizationArgs", is_packed: bool
+) -> torch.Tensor:
     """Compute the library's bits with PyTorch's operators alone.
 
     On a CPU this takes a third to two thirds of its time. On a GPU the library divides 16-bit
@@ -108,7 +113,7 @@ def _codes(blocks: torch.Tensor, scale: torch.Tensor, args: Any, is_packed: bool
     return codes
 
 
-def dequantize(tensors: Mapping[str, torch.Tensor], args: Any) -> torch.Tensor:
+def dequantize(tensors: Mapping[str, torch.Tensor], args: "QuantizationArgs") -> torch.Tensor:
     """Return the weight, (out, in), in the dtype of its scales.
 
     If those are powers of two, it is in float32.

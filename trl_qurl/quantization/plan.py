@@ -30,10 +30,10 @@ regular expression that matches the start of a name, or a class name."""
 class QuantizationPlan:
     """The format of each quantized layer of a model; an empty plan leaves all layers in 16 bits."""
 
-    # by layer, as named in the checkpoint
+    # By layer, as named in the checkpoint.
     schemes: Mapping[str, QuantizationScheme] = field(default_factory=dict)
     ignore: tuple[str, ...] = ()  # patterns of modules in 16 bits, which come before all targets
-    # patterns by format
+    # Patterns by format.
     targets: Mapping[QuantizationScheme, Sequence[str]] = field(default_factory=dict)
     formats: Formats = None  # as users write it
 
@@ -118,7 +118,7 @@ def make_plan(
 
 
 def _match(
-    model: Any, layers: Mapping[str, Layer], kept: Sequence[str], rules: Sequence[Rule]
+    model: nn.Module, layers: Mapping[str, Layer], kept: Sequence[str], rules: Sequence[Rule]
 ) -> QuantizationPlan:
     """Give each layer the format of the first rule that matches it, unless a `kept` pattern does.
 
@@ -290,7 +290,7 @@ def stored_formats(config: Mapping[str, Any], tensors: Iterable[str]) -> dict[st
 
 
 def _check_useful(
-    model: Any, layers: Mapping[str, Layer], pattern: str, is_kept: bool, setting: str
+    model: nn.Module, layers: Mapping[str, Layer], pattern: str, is_kept: bool, setting: str
 ) -> None:
     """Raise `ValueError` for a pattern that decides about no layer.
 
@@ -310,7 +310,7 @@ def _check_useful(
     raise ValueError(f"{setting} has the pattern {pattern!r}, which matches {reason}.")
 
 
-def _check_head(model: Any, kept: Sequence[str], rules: Sequence[Rule]) -> None:
+def _check_head(model: nn.Module, kept: Sequence[str], rules: Sequence[Rule]) -> None:
     """Raise `ValueError` if an output head to quantize shares its weight with the embedding."""
     base = plain_model(model)
     head = base.get_output_embeddings()
@@ -340,12 +340,12 @@ def _check_storable(schemes: Mapping[str, QuantizationScheme], layers: Mapping[s
             reasons[name] = reason
     if reasons:
         first, reason = next(iter(reasons.items()))
+        count = f"{len(reasons)} of the {len(schemes)} layers"
         patterns = sorted({f"re:.*{name.rpartition('.')[2]}" for name in reasons})
         raise ValueError(
-            f"{schemes[first].name} cannot quantize {len(reasons)} of the {len(schemes)} layers, "
-            f"first {first}: {reason}. Choose another format, or add "
-            f"{', '.join(map(repr, patterns))} to quantization_ignore (`--ignore` on the command "
-            "line) to keep them in full precision."
+            f"{schemes[first].name} cannot quantize {count}, first {first}: {reason}. Choose "
+            f"another format, or add {', '.join(map(repr, patterns))} to quantization_ignore "
+            "(`--ignore` on the command line) to keep them in full precision."
         )
 
 

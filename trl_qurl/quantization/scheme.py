@@ -33,15 +33,15 @@ class QuantizationScheme:
     name: str  # what users write (`rollout_quantization="int8"`)
     preset: str  # name of the same format among compressed-tensors' presets
     checkpoint_format: str  # compressed-tensors' name for the storage format of weights
-    # lowest CUDA compute capability with kernels in vLLM, not counting emulation
+    # Lowest CUDA compute capability with kernels in vLLM, not counting emulation.
     lowest_gpu: tuple[int, int]
-    # instructions that vLLM's kernels for CPUs need, as torch names them; `None` without kernels
+    # Instructions that vLLM's kernels for CPUs need, as torch names them; `None` without kernels.
     cpus: str | None
     needs_flashinfer: bool = False  # whether vLLM's kernels for GPUs are FlashInfer's
-    # rounds (..., in) as vLLM's kernels do
+    # Rounds (..., in) as vLLM's kernels do.
     quantize_activations: Callable[[torch.Tensor], torch.Tensor] = exact
     heads: bool = True  # whether vLLM can load an output head in this format
-    # whether to smooth activations (`smoothing`): helps formats with few integer levels
+    # Whether to smooth activations (`smoothing`): this helps formats with few integer levels.
     is_smoothed: bool = False
     kernel_fault: KernelFault | None = None  # kernels that an engine must not use on some GPUs
 
@@ -180,8 +180,8 @@ def served_as(group: Mapping[str, Any], checkpoint_format: str | None = None) ->
         args = group.get(kind)
         if args:
             size = args.get("block_structure") or args.get("group_size") or ""
-            text = f"{args['num_bits']}-bit {args['type']} {name} per {args['strategy']} {size}"
-            parts.append(text.rstrip())
+            form = f"{args['num_bits']}-bit {args['type']} {name}"
+            parts.append(f"{form} per {args['strategy']} {size}".rstrip())
     return f"{', '.join(parts)}, {group.get('format') or checkpoint_format}"
 
 

@@ -39,7 +39,8 @@ def new_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
     also where safetensors noticed.
     """
     final = Path(path)
-    tmp = final.parent / f".{final.name}-{_boot()}-{uuid.uuid4().hex[:8]}"
+    unique = uuid.uuid4().hex[:8]
+    tmp = final.parent / f".{final.name}-{_boot()}-{unique}"
     new = tmp.with_name(f"{tmp.name}-new")
     replaced = tmp.with_name(f"{tmp.name}-replaced")
     lock: int | None = None

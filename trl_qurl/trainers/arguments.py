@@ -14,7 +14,7 @@ from typing import Any
 from accelerate.utils import is_peft_model
 from datasets import Dataset
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel, TrainingArguments
 from transformers.utils.quantization_config import QuantizationConfigMixin
 from trl.import_utils import is_vllm_available
 
@@ -40,7 +40,9 @@ MERGED = "BOFT C3A DELORA FOURIERFT GRALORA HRA IA3 LOHA LOKR LORA MISS OFT PSOF
 ONLY_TOKENS = ("alora_invocation_tokens", "trainable_token_indices")
 
 
-def checked_config(trainer: Any, config: Any, model: Any) -> Any:
+def checked_config(
+    trainer: Any, config: TrainingArguments | None, model: PreTrainedModel | str
+) -> Any:
     """Return a config of this trainer class; the default one if `config` is `None`."""
     if not is_vllm_available():
         raise ImportError(
@@ -73,7 +75,7 @@ def checked_config(trainer: Any, config: Any, model: Any) -> Any:
     )
 
 
-def rollout_settings(args: Any) -> RolloutSettings:
+def rollout_settings(args: TrainingArguments) -> RolloutSettings:
     """Return the rollout settings of a config as flat values."""
     answers = args.max_steps * args.gradient_accumulation_steps * args.per_device_train_batch_size
     tokens = answers * (args.max_completion_length or 0)  # not above 0 if nobody knows
@@ -96,7 +98,7 @@ def rollout_settings(args: Any) -> RolloutSettings:
     )
 
 
-def applies_uaq(args: Any, arguments: Mapping[str, Any]) -> bool:
+def applies_uaq(args: TrainingArguments, arguments: Mapping[str, Any]) -> bool:
     """Return whether to rescale the model for UAQ; warn if an adapter forbids it."""
     if args.uaq_scale == 1.0:
         return False
@@ -112,7 +114,7 @@ def applies_uaq(args: Any, arguments: Mapping[str, Any]) -> bool:
     return False
 
 
-def check_arguments(args: Any, arguments: Mapping[str, Any]) -> None:
+def check_arguments(args: TrainingArguments, arguments: Mapping[str, Any]) -> None:
     """Raise for datasets and reward functions that training cannot use.
 
     `arguments` are the constructor's, by TRL's names; `args` is the config among them.
@@ -188,7 +190,7 @@ def columns_of(dataset: Any) -> list[str] | None:
     return getattr(dataset, "column_names", None)
 
 
-def check_reward(function: Any, args: Any, arguments: Mapping[str, Any]) -> None:
+def check_reward(function: Any, args: TrainingArguments, arguments: Mapping[str, Any]) -> None:
     """Raise `TypeError` for a reward function that TRL cannot call; models pass."""
     if isinstance(function, nn.Module) or not callable(function):
         return

@@ -11,7 +11,7 @@ from typing import Any
 
 from accelerate.logging import get_logger
 from datasets import Dataset
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, Trainer
 
 from trl_qurl.rollout.prompts import check_tokens
 
@@ -19,6 +19,8 @@ logger = get_logger(__name__)  # of the main process
 
 BATCH = 1_000  # prompts that are tokenized together
 MEASURED = 100_000  # prompts of a dataset; 10,000 take about three seconds on two cores
+
+Prompt = str | list[dict[str, Any]]  # a text, or messages
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class LongestPrompt:
     tokens: int = 0
 
 
-def measure_prompts(trainer: Any) -> LongestPrompt:
+def measure_prompts(trainer: Trainer) -> LongestPrompt:
     """Return the longest prompt of a trainer's datasets.
 
     Raises `ValueError` for one without tokens, or with a token that the model does not know. Warns
@@ -60,7 +62,7 @@ def measure_prompts(trainer: Any) -> LongestPrompt:
     return longest
 
 
-def datasets_of(trainer: Any) -> dict[str, Dataset]:
+def datasets_of(trainer: Trainer) -> dict[str, Dataset]:
     """Return the datasets whose prompts can be read now, by the names that messages call them."""
     evaluation = trainer.eval_dataset
     named = {"train_dataset": trainer.train_dataset}
@@ -75,7 +77,7 @@ def datasets_of(trainer: Any) -> dict[str, Dataset]:
     }
 
 
-def tokenized(trainer: Any, dataset: Dataset) -> Iterator[tuple[int, Any, list[int]]]:
+def tokenized(trainer: Trainer, dataset: Dataset) -> Iterator[tuple[int, Prompt, list[int]]]:
     """Yield the index, the prompt, and its tokens for each row, as the trainer will tokenize it."""
     prompts = dataset.select_columns("prompt")
     for start in range(0, min(len(prompts), MEASURED), BATCH):
@@ -85,7 +87,7 @@ def tokenized(trainer: Any, dataset: Dataset) -> Iterator[tuple[int, Any, list[i
 
 
 def doubts_of(
-    prompt: str | list[dict[str, Any]], tokens: list[int], tokenizer: PreTrainedTokenizerBase
+    prompt: Prompt, tokens: list[int], tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[str]:
     """Yield what may be wrong with a prompt, as the end of a sentence with the way out."""
     eos = tokenizer.eos_token
