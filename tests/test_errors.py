@@ -469,7 +469,7 @@ def test_quantized_server_for_an_unquantized_run(train, int8_server):
     assert "Restart it with `trl-qurl serve MODEL --scheme none`" in message
 
 
-DESCRIPTION = {"block_size": 16, "max_model_len": 64, "dtype": None}
+DESCRIPTION = {"max_model_len": 64, "dtype": None}
 DESCRIPTION |= {"kv_cache_dtype": "auto", "max_lora_rank": 0}
 WITHOUT_NCCL = {
     "parallel_config": {"worker_extension_cls": WORKER_EXTENSION},

@@ -399,7 +399,7 @@ def rendezvous(ends, monkeypatch):
             parallel = {"worker_extension_cls": WORKER_EXTENSION}
             return {"results": [{"parallel_config": parallel, "weight_transfer_config": {}}]}
         if method == "describe_rollouts":
-            return {"results": [EngineDescription(16, 64, None)._asdict()]}
+            return {"results": [EngineDescription(64, None)._asdict()]}
         return answer(verb, path, json)
 
     client._answer = routed
@@ -657,7 +657,7 @@ def test_a_worker_says_how_its_model_is_quantized(ends, tmp_path):
     def describe(quant_config):
         worker.vllm_config = SimpleNamespace(
             quant_config=quant_config,
-            cache_config=SimpleNamespace(block_size=16, cache_dtype="fp8_e4m3"),
+            cache_config=SimpleNamespace(cache_dtype="fp8_e4m3"),
             model_config=SimpleNamespace(model=str(tmp_path), max_model_len=64),
             lora_config=None if quant_config is None else SimpleNamespace(max_lora_rank=16),
         )
@@ -668,7 +668,7 @@ def test_a_worker_says_how_its_model_is_quantized(ends, tmp_path):
     quantized.scheme = object()
     norm = torch.nn.ParameterDict({"weight": torch.zeros(2, dtype=torch.bfloat16)})
     worker.model = torch.nn.ModuleDict({"linear": quantized, "norm": norm})
-    assert describe(None) == EngineDescription(16, 64, dtype="bfloat16", kv_cache_dtype="fp8_e4m3")
+    assert describe(None) == EngineDescription(64, dtype="bfloat16", kv_cache_dtype="fp8_e4m3")
     worker.model["gate"] = torch.nn.ParameterDict({"weight": torch.zeros(2, dtype=torch.float32)})
     assert describe(None).dtype is None, "what one parameter holds in 32 bits would be sent in 16"
     other = SimpleNamespace(get_name=lambda: "awq")

@@ -61,7 +61,7 @@ class Server:
     """What a server says, until it fails at the request of a number."""
 
     def __init__(self, rank: int) -> None:
-        self.description = EngineDescription(16, 64, "float32", max_lora_rank=rank)
+        self.description = EngineDescription(64, "float32", max_lora_rank=rank)
         self.model, self.base = small().eval(), None
         stream = stream_of(self.model, SCHEMES["int8"])
         shapes = {name: shape for name, _, shape in stream_metadata(stream)}
