@@ -85,9 +85,9 @@ class QuantizedRolloutsConfig:
 
     > Checks
 
-        sync_check_interval: Syncs after which the next rollout has to prove that the engine computes
-            the policy's function: the first, then every so many, and over NCCL all. 0 is for none,
-            and no digests, which otherwise compare all tensors on both sides at every sync.
+        sync_check_interval: Syncs until a rollout has to prove again that the engine computes the
+            policy's function, as after the first sync, and over NCCL after each. 0 is for none, and
+            no digests, which otherwise compare all tensors on both sides at every sync.
 
     > Guard
 

@@ -191,7 +191,8 @@ class MismatchGuard(TrainerCallback):
             yield Finding(f"{KL} is {row[KL]:.3g} (threshold {limit:.2g})", advice)
 
         share = row[CONTRADICTED]
-        if share - errors * math.sqrt(share / row[TOKENS]) >= CONTRADICTION:
+        noise = errors * math.sqrt(share / row[TOKENS])
+        if share - noise >= CONTRADICTION:
             text = f"{CONTRADICTED} is {share:.3g} (threshold {CONTRADICTION:g})"
             yield Finding(text, FUNCTION if is_first else STALE)
 
@@ -211,12 +212,15 @@ class MismatchGuard(TrainerCallback):
         """Return what neither rounding nor an update explains, as a clause; empty for nothing."""
         usual = self._kl_limit if self._usual is None else max(SMALLEST_JUMP, self._usual)
         limit = usual * (FAULT if training else OTHER_JUMP)
-        # Sampling options multiply ρ by a constant, which the second of these leaves out.
+        # Sampling options multiply ρ by a constant, which the second figure leaves out.
         least = row[KL] - FIRST_ERRORS * row[KL_ERROR]
-        if least >= limit and row[LOG_RATIO_KL] + math.log(row[RATIO]) >= limit:
-            return f"{KL} is {row[KL]:.3g} ± {row[KL_ERROR]:.1g}, but at most {limit:.2g} would do"
+        without_constant = row[LOG_RATIO_KL] + math.log(row[RATIO])
+        if least >= limit and without_constant >= limit:
+            figure = f"{row[KL]:.3g} ± {row[KL_ERROR]:.1g}"
+            return f"{KL} is {figure}, but at most {limit:.2g} would do"
         share = row[CONTRADICTED]
-        if share - ERRORS * math.sqrt(share / row[TOKENS]) >= CONTRADICTION:
+        noise = ERRORS * math.sqrt(share / row[TOKENS])
+        if share - noise >= CONTRADICTION:
             return (
                 f"the policy finds {share:.1%} of the tokens unlikely that the engine was sure of"
             )
