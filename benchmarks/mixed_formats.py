@@ -18,10 +18,10 @@ import torch
 from provenance import provenance, write_record
 
 from trl_qurl.lab.evaluation.tasks import encode_prompt
+from trl_qurl.lab.fake_quantization import quantized_forward
 from trl_qurl.lab.mismatch.finer import find_steps
 from trl_qurl.lab.mismatch.prompts import BUILT_IN
 from trl_qurl.quantization.checkpoint import load_model
-from trl_qurl.quantization.fake_quantization import quantized_forward
 from trl_qurl.quantization.formats import SCHEMES
 from trl_qurl.quantization.plan import Formats, make_plan
 from trl_qurl.quantization.stream import WeightStream

@@ -1,7 +1,6 @@
 """Adapters that are sent alone: which ones can be, their files, and the rounded base below them."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from trl_qurl.quantization import SCHEMES, make_plan
 from trl_qurl.quantization.checkpoint import CheckpointWriter
-from trl_qurl.quantization.fake_quantization import check_unrounded, quantized_forward, round_base
+from trl_qurl.quantization.rounded_base import check_unrounded, round_base
 from trl_qurl.quantization.storage import CACHE_VARIABLE, read_tensors
 from trl_qurl.rollout.adapter import (
     adapter_obstacle,
@@ -268,21 +267,6 @@ def test_a_base_is_rounded_once():
     ):
         round_base(model, make_plan(model, "w4a16"), torch.float32)
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
-
-
-@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES.keys())
-def test_a_run_that_rounded_its_base_does_not_round_it_again(scheme, tmp_path):
-    policy = adapted(tiny_model(**WHOLE_BLOCKS), target_modules=["q_proj"])
-    model, weights = policy.get_base_model(), stream_of(policy, scheme)
-    AdapterRoute(policy, weights, False, SimpleNamespace(path=tmp_path), rounds_base=True).attach(
-        None, "bfloat16"
-    )
-    layer, inputs = model.model.layers[0].mlp.up_proj, torch.randn(1, 3, 128)
-    with quantized_forward(model, weights.plan, is_rounded=weights.is_rounded):
-        output = layer(inputs)
-    torch.testing.assert_close(
-        output, scheme.quantize_activations(inputs) @ layer.weight.t(), rtol=0, atol=0
-    )
 
 
 # The base of a server

@@ -266,7 +266,6 @@ def test_what_only_some_trainers_can_do():
     class Other(QuantizedRolloutsConfig, SDPOConfig):
         """As a project of somebody else may have it."""
 
-    assert "mismatch_guard='stop'" in refusal(Other, mismatch_guard="stop")
     assert "rollouts_ahead=1" in refusal(Other, rollouts_ahead=1, vllm_mode="server")
 
 

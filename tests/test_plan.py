@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from tiny import WHOLE_BLOCKS, save_tiny, stream_of, tiny_mixture, tiny_model, tiny_tokenizer
 
 from trl_qurl import cli
+from trl_qurl.lab.fake_quantization import quantized_forward
 from trl_qurl.quantization import SCHEMES, make_plan, write_checkpoint
-from trl_qurl.quantization.fake_quantization import quantized_forward
 from trl_qurl.quantization.merging import model_parameters
 from trl_qurl.quantization.plan import read_formats, require_formats, stored_formats
 

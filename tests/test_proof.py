@@ -7,9 +7,8 @@ import torch
 from conftest import needs_vnni
 from tiny import WHOLE_BLOCKS, layers_of, tiny_model
 
+from trl_qurl.lab.fake_quantization import quantized_forward
 from trl_qurl.quantization import SCHEMES
-from trl_qurl.quantization.fake_quantization import quantized_forward
-from trl_qurl.quantization.merging import on_grid
 from trl_qurl.quantization.plan import QuantizationPlan
 from trl_qurl.rollout.checks import tensors
 from trl_qurl.rollout.checks.tensors import (
@@ -245,20 +244,3 @@ def test_fake_quantization_is_that_of_the_codes(scheme, monkeypatch):
     torch.testing.assert_close(output, expected)
     assert not torch.equal(plain, quantized)
     assert torch.equal(plain, model(tokens).logits), "the change outlived the block"
-
-
-@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
-@pytest.mark.parametrize("own", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_a_16_bit_copy_of_a_weight_is_rounded_like_the_weight(own, scheme):
-    grid = torch.bfloat16
-    layer = torch.nn.Linear(512, 256, bias=False, dtype=own)
-    sent = scheme.dequantize(scheme.quantize(on_grid(layer.weight.detach(), grid)), grid).to(grid)
-    with quantized_forward(
-        torch.nn.ModuleDict({"up": layer}), QuantizationPlan({"up": scheme}), grid=grid
-    ):
-        # FSDP 2's in a forward pass (`MixedPrecisionPolicy`)
-        layer.weight.data = layer.weight.data.to(grid)
-        rounded = layer.forward._rounded(layer.weight.detach(), grid)
-    assert torch.equal(rounded, sent), (
-        "the probe would compare with other weights than the engine's"
-    )

@@ -4,9 +4,9 @@ import pytest
 import torch
 from tiny import stream_of, tiny_model, with_outliers
 
+from trl_qurl.lab.fake_quantization import quantized_forward
 from trl_qurl.lab.mismatch.finer import find_steps
 from trl_qurl.quantization import SCHEMES
-from trl_qurl.quantization.fake_quantization import quantized_forward
 from trl_qurl.quantization.layers import fused_groups
 from trl_qurl.quantization.plan import QuantizationPlan
 

@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.initialization import no_init_weights
 
+from trl_qurl.lab.fake_quantization import QuantizedLinear
 from trl_qurl.quantization import SCHEMES
-from trl_qurl.quantization.fake_quantization import QuantizedLinear
 from trl_qurl.quantization.merging import model_parameters
 from trl_qurl.quantization.uaq import scale_model_
 from trl_qurl.rollout.checks import tensors as checks
@@ -266,12 +266,12 @@ def test_tensors_of_two_devices_do_not_meet(watch):
 
 # those read a shape's values
 @pytest.mark.parametrize("name", [name for name in SCHEMES if not name.endswith("a16")])
-def test_a_layer_of_the_probe_stays_on_the_device(name, watch, monkeypatch):
+def test_a_rounded_layer_stays_on_the_device(name, watch, monkeypatch):
     with torch.device("cuda"), no_init_weights():
         layer, inputs = torch.nn.Linear(1024, 512), torch.empty(1, 8, 1024, dtype=GRID)
     scale = torch.ones(1024)  # on the host, as the first fit's broadcast leaves it
     watch.begin()
-    rounded = QuantizedLinear(layer, SCHEMES[name], scale, GRID, torch.float32)
+    rounded = QuantizedLinear(layer, SCHEMES[name], scale)
     with torch.no_grad():
         assert rounded(inputs).is_cuda
     assert watch.waits.total() == 0 and watch.launches <= 110, (watch.waits, watch.launches)

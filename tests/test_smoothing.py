@@ -14,8 +14,8 @@ from support.training import rollout_rows
 from tiny import rollout_settings, save_tiny, stream_of, tiny_model, with_outliers
 
 from trl_qurl import QuRLGRPOConfig
+from trl_qurl.lab.fake_quantization import quantized_forward
 from trl_qurl.quantization import get_scheme
-from trl_qurl.quantization.fake_quantization import quantized_forward
 from trl_qurl.quantization.merging import model_parameters
 from trl_qurl.quantization.smoothing import LARGEST_SCALE, can_smooth, fitted_scales, sources
 from trl_qurl.rollout.preparation import prepare_weights

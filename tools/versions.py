@@ -5,8 +5,8 @@
 Each row gets an environment of its own in `.versions/`. uv resolves it from the files that `make
 lock` uses, with the row's pins in place of theirs and `cpu.lock` as the preference, so a row
 differs from the lock file in what its pins force. Three things run in it: the tests that need
-neither an engine nor a GPU; `trl-qurl doctor`, which trains on INT8 rollouts with digests and a
-probe; and a test that trains with a server. What this leaves out: GPUs (the engine is vLLM's CPU
+neither an engine nor a GPU; `trl-qurl doctor`, which trains on INT8 rollouts and checks each sync;
+and a test that trains with a server. What this leaves out: GPUs (the engine is vLLM's CPU
 build), and the other tests that start engines, which take too long to run for each row.
 
 Only the standard library is used, because this runs outside the environments that it builds.

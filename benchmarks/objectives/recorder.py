@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from trl_qurl.lab.demo.evaluate import measure_policy
 from trl_qurl.lab.demo.record import RolloutRecorder, Row
-from trl_qurl.quantization.fake_quantization import quantized_forward
+from trl_qurl.lab.fake_quantization import quantized_forward
 from trl_qurl.quantization.plan import make_plan
 from trl_qurl.quantization.scheme import QuantizationScheme
 

@@ -178,10 +178,10 @@ GROUP_CONFLICTS = (
 
 OTHER_CONFLICTS = (
     Conflict(
-        ("rollouts_ahead", "mismatch_guard"),
-        lambda config: config.rollouts_ahead or config.mismatch_guard == "stop",
-        "only GRPO and RLOO generate ahead, and stop",
-        "Leave both out",
+        ("rollouts_ahead",),
+        lambda config: config.rollouts_ahead,
+        "only GRPO and RLOO generate ahead",
+        "Leave it out",
     ),
 )
 """With any other trainer."""

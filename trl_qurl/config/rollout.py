@@ -85,10 +85,10 @@ class QuantizedRolloutsConfig:
 
     > Checks
 
-        sync_check_interval: Syncs between probes of the engine; 0 for none, and no digests, which
-            otherwise compare all tensors on both sides at every sync. The probe compares the
-            engine's log-probabilities of fixed prompts with the trainer's own quantized forward
-            pass, where it has one; always at the first sync, and over NCCL.
+        sync_check_interval: Syncs between checks that the engine computes the policy's function, by
+            the tokens of the next rollout; 0 for none. Always after the first sync, and over NCCL.
+            With 0 there are no digests either, which otherwise compare all tensors on both sides at
+            every sync.
 
     > Guard
 

@@ -163,7 +163,7 @@ def new_table(title: str, caption: str, names: Sequence[str], figures: Sequence[
     return table
 
 
-def write_json(results: Any, path: Path) -> None:
+def write_json(results: object, path: Path) -> None:
     """Write values and dataclasses as JSON, atomically."""
     tmp = path.with_suffix(".tmp")
     tmp.write_text(json.dumps(results, indent=2, default=asdict) + "\n", encoding="utf-8")

@@ -132,7 +132,7 @@ def _suffix(path: str) -> str:
     return Path(path.lower().removesuffix(".gz")).suffix
 
 
-def _as_solution(answer: Any, source: str, number: int) -> str:
+def _as_solution(answer: object, source: str, number: int) -> str:
     parts = answer if isinstance(answer, list) else [answer]
     if any(isinstance(part, dict | list) or not _is_given(part) for part in parts):
         raise ValueError(
@@ -225,12 +225,12 @@ def _decode(text: str, lines_before: int, converts: bool) -> Any:
         ) from error
 
 
-def _is_given(value: Any) -> bool:
+def _is_given(value: object) -> bool:
     return value is not None and value == value and value != [] and bool(str(value).strip())
 
 
 def _pick(
-    row: Any, columns: dict[str, tuple[str, ...]], source: str, number: int
+    row: object, columns: dict[str, tuple[str, ...]], source: str, number: int
 ) -> dict[str, Any]:
     """Return the first value that the row has for each option, which allows several columns."""
     if not isinstance(row, dict) or None in row:  # csv puts surplus cells there
@@ -238,8 +238,8 @@ def _pick(
             f"Row {number} of {source} is not an object, or has more cells than the file has "
             "columns."
         )
-    picked: dict[str, Any] = {}
-    missing: dict[str, str] = {}
+    picked = {}
+    missing = {}
     for option, names in columns.items():
         present = [name for name in names if name in row]
         given = [name for name in present if _is_given(row[name])]

@@ -10,7 +10,10 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import Trainer
 
 CLEAR = "\x1b[K"  # of a terminal's line
 
@@ -30,7 +33,7 @@ ALARMS = ("loss", "grad_norm")  # shown only if they are not finite, which indic
 
 
 @contextmanager
-def live_line(trainer: Any) -> Iterator[None]:
+def live_line(trainer: Trainer) -> Iterator[None]:
     """Say what the trainer does while the block runs.
 
     On a terminal, one line is rewritten every 10 s; else a line is printed once a minute.
@@ -47,7 +50,7 @@ def live_line(trainer: Any) -> Iterator[None]:
             print(CLEAR, end="", flush=True)
 
 
-def _report(trainer: Any, ended: threading.Event) -> None:
+def _report(trainer: Trainer, ended: threading.Event) -> None:
     watch = _Watch(trainer)
     while not ended.wait(1) and trainer.is_world_process_zero():
         # The engine's state changes meanwhile, and a report must not end a run.
@@ -60,7 +63,7 @@ def _report(trainer: Any, ended: threading.Event) -> None:
 class _Watch:
     """Watches a trainer and its colocated engine, and counts the tokens of a rollout."""
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._every = 10 if sys.stdout.isatty() else 60  # seconds between lines
         self._step = trainer.state.global_step

@@ -23,7 +23,6 @@ class WeightStream:
 
     # The type of the trainer's autocast, to which it rounds all but adapters.
     grid: torch.dtype | None = None
-    is_rounded = False  # whether the model has the engine's values already (`round_base`)
 
     def __init__(
         self,

@@ -21,9 +21,9 @@ from trl_qurl.quantization.checkpoint_form import (
     parameter_name,
     whole,
 )
-from trl_qurl.quantization.fake_quantization import check_unrounded
 from trl_qurl.quantization.merging import gathered
 from trl_qurl.quantization.plan import QuantizationPlan
+from trl_qurl.quantization.rounded_base import check_unrounded
 from trl_qurl.quantization.storage import new_directory, write_tensors
 
 if TYPE_CHECKING:

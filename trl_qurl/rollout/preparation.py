@@ -41,7 +41,7 @@ class RolloutSettings:
     checkpoint_dir: str | None  # where to write checkpoints for the engine; `None` to choose
     engine_kwargs: dict[str, Any]  # extra arguments of the colocated engine
     seed: int  # of the noise that tokens are sampled with
-    sync_check_interval: int  # syncs between probes; 0 to disable them and digests
+    sync_check_interval: int  # syncs between proofs; 0 for none, and no digests
     request_timeout: float  # seconds that a request to a server may take
 
 

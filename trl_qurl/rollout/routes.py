@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from accelerate import PartialState
 
-from trl_qurl.quantization.fake_quantization import round_base
 from trl_qurl.quantization.merging import Tensors, model_parameters
+from trl_qurl.quantization.rounded_base import round_base
 from trl_qurl.quantization.storage import read_tensors
 from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.adapter import adapter_tensors, write_adapter
@@ -172,7 +172,6 @@ class AdapterRoute(CheckpointRoute):
             deque(tensors, maxlen=0)
         if self.rounds_base:
             round_base(self.model.get_base_model(), self.weights.plan, engine_dtype)
-            self.weights.is_rounded = True
 
     def check(self) -> None:  # noqa: D102
         if self.is_served:

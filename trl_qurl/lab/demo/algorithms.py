@@ -34,8 +34,6 @@ def shared_settings(
         "steps_per_generation": UPDATES_PER_ROLLOUT,
         "max_steps": rollouts * UPDATES_PER_ROLLOUT,
         "logging_steps": UPDATES_PER_ROLLOUT,
-        # vLLM's INT8 kernel for CPUs with AMX rounds more than the probe tolerates
-        "sync_check_interval": 0,
         "gradient_checkpointing": False,  # it only slows down small policies
         "vllm_mode": "colocate",
         "seed": seed,

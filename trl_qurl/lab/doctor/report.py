@@ -84,7 +84,7 @@ def as_json(lines: list[Line]) -> str:
     return json.dumps(_redact(content), indent=2)
 
 
-def _redact(value: Any) -> Any:
+def _redact(value: object) -> object:
     if isinstance(value, str):
         return _without_private(value)
     if isinstance(value, dict):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from accelerate.utils import gather_object
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
@@ -80,7 +80,7 @@ class TaskEvaluationCallback(TrainerAwareCallback):
             # Logging our row cleared it, but this step's row is still due.
             control.should_log = should_log
 
-    def _evaluate(self, trainer: Any) -> None:
+    def _evaluate(self, trainer: Trainer) -> None:
         for task in self._tasks:
             started = time.perf_counter()
             metrics = evaluate_task(trainer, task)
@@ -89,7 +89,7 @@ class TaskEvaluationCallback(TrainerAwareCallback):
             Trainer.log(trainer, metrics)
 
 
-def evaluate_task(trainer: Any, task: Task) -> dict[str, float]:
+def evaluate_task(trainer: Trainer, task: Task) -> dict[str, float]:
     """Answer all questions of a task, split across processes, and compute metrics.
 
     Every process must call this.

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from trl_qurl.lab.comparison import BASELINE
+from trl_qurl.lab.fake_quantization import QuantizedLinear
 from trl_qurl.lab.mismatch.report import Choice, Report, Step
 from trl_qurl.lab.mismatch.statistics import Mismatch
-from trl_qurl.quantization.fake_quantization import QuantizedLinear
 from trl_qurl.quantization.formats import SCHEMES
 from trl_qurl.quantization.layers import fused_groups, linear_layers
 from trl_qurl.quantization.plan import REST
