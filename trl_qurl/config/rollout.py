@@ -85,9 +85,10 @@ class QuantizedRolloutsConfig:
 
     > Checks
 
-        sync_check_interval: Syncs until a rollout has to prove again that the engine computes the
-            policy's function, as after the first sync, and over NCCL after each. 0 is for none, and
-            no digests, which otherwise compare all tensors on both sides at every sync.
+        sync_check_interval: Syncs between checks that the engine computes the policy's function, by
+            the tokens of the next rollout; 0 for none. Always after the first sync, and over NCCL.
+            With 0 there are no digests either, which otherwise compare all tensors on both sides at
+            every sync.
 
     > Guard
 
