@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich import box
@@ -85,18 +85,22 @@ class Group:
     arm: str
     expected: str
     first_alarms: list[int | None] = field(default_factory=list)  # rollouts, by run
+    stopped: int = 0  # runs with a contradiction where a check is due
     farthest: dict[str, float] = field(default_factory=dict)  # worst of all runs, by metric
 
 
-def replay(run: Run, tokens: int, ahead: bool) -> tuple[int | None, dict[str, float]]:
-    """Show each rollout to a guard.
+class Replay(NamedTuple):
+    """What a guard makes of a run."""
 
-    Returns:
-        The rollout, counted from 1, that turns the alarm on first, and the worst of each metric:
-            the medians that the
-        guard judges, the largest KL less what counts as noise, and the mean of ρ that is farthest
-        from 1.
-    """
+    first_alarm: int | None  # the rollout that turns the alarm on first, counted from 1
+    is_stopped: bool  # by a contradiction where a check is due
+    # The worst of each metric: the medians that the guard judges, the largest KL less what counts
+    # as noise, and the mean of ρ that is farthest from 1.
+    farthest: dict[str, float]
+
+
+def replay(run: Run, tokens: int, ahead: bool) -> Replay:
+    """Show each rollout to a guard."""
     # the cap's name in logs until November 2026
     older = run.settings.get("vllm_importance_sampling_clip_max", 2.0)
     settings = SimpleNamespace(
@@ -109,11 +113,17 @@ def replay(run: Run, tokens: int, ahead: bool) -> tuple[int | None, dict[str, fl
     )
     guard = MismatchGuard(settings)
     rollouts = [completed(row, tokens) for row in run.rows if KL in row]
-    alarms = [number for number, row in enumerate(rollouts, start=1) if guard.judge(row)]
+    alarms, stops = [], []
+    for number, row in enumerate(rollouts, start=1):
+        is_due = (number - 1) % QuantizedRolloutsConfig.sync_check_interval == 0
+        if is_due and guard.contradiction(row):
+            stops.append(number)
+        if guard.judge(row):
+            alarms.append(number)
     farthest = {name: worst(name, rollouts) for name in (TAIL, ESS)}
     farthest[KL] = max(row[KL] - ERRORS * row[KL_ERROR] for row in rollouts)
     farthest[RATIO] = max(abs(row[RATIO] - 1) for row in rollouts)
-    return alarms[0] if alarms else None, farthest
+    return Replay(alarms[0] if alarms else None, bool(stops), farthest)
 
 
 def completed(row: dict[str, Any], tokens: int) -> dict[str, Any]:
@@ -159,9 +169,10 @@ def replay_all(directory: Path, real: Path) -> list[Group]:
 def replay_group(group: Group, paths: Sequence[Path], tokens: int = TINY) -> Group:
     """Add the runs of one arm to its group."""
     for path in paths:
-        alarm, farthest = replay(read_run(path), tokens, group.expected == STALE)
-        group.first_alarms.append(alarm)
-        for metric, value in farthest.items():
+        replayed = replay(read_run(path), tokens, group.expected == STALE)
+        group.first_alarms.append(replayed.first_alarm)
+        group.stopped += replayed.is_stopped
+        for metric, value in replayed.farthest.items():
             farther = min if metric == ESS else max
             group.farthest[metric] = farther(group.farthest.get(metric, value), value)
     return group
@@ -185,6 +196,7 @@ def build_table(groups: Sequence[Group]) -> Table:
         "runs",
         "alarms",
         "first alarm",
+        "stopped",
         "KL",
         "|ρ - 1|",
         "ρ > C",
@@ -216,6 +228,7 @@ def cells(expected: str, groups: Sequence[Group]) -> list[str]:
         str(runs),
         str(len(found)),
         when,
+        str(sum(group.stopped for group in groups)),
         f"{kl:.2g}",
         f"{bias:.2g}",
         f"{tail:.2g}",

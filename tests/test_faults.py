@@ -131,14 +131,12 @@ def test_two_trainers_on_one_server(deployment):
 
 def test_wrong_model_on_the_server(deployment):
     deployment.up()
-    # Neither of other width or depth, nor with the same tensors and another function.
+    # Of another width, or another depth.
     for overrides in ({"hidden_size": 64, "num_attention_heads": 2}, {"num_hidden_layers": 3}):
         with pytest.raises(
             ValueError, match="other formats, layers or another model: .* tensors differ, first"
         ):
             deployment.trainer(model=tiny_model(**overrides))
-    with pytest.raises(SyncError, match="computes another function than the policy"):
-        deployment.trainer(model=tiny_model(rms_norm_eps=1.0)).train()
     deployment.trainer(max_steps=1).train()  # the right one repairs what the wrong ones left
 
 

@@ -23,7 +23,6 @@ from trl_qurl.trainers.guard import (
     ESS,
     KL,
     KL_ERROR,
-    LOG_RATIO_KL,
     RATIO,
     TAIL,
     TOKENS,
@@ -34,7 +33,6 @@ from trl_qurl.trainers.guard import (
 QUIET = {
     KL: 0.001,
     KL_ERROR: 0.0,
-    LOG_RATIO_KL: 0.001,
     TAIL: 0.0,
     ESS: 1.0,
     RATIO: 1.0,
@@ -263,7 +261,7 @@ def proven(guard: MismatchGuard, *rollouts: dict[str, float], **settings) -> lis
     """By rollout, whether it shows that the engine computes the policy's function."""
     results = []
     for rollout in rollouts:
-        row = QUIET | {LOG_RATIO_KL: rollout.get(KL, 0.001)} | rollout
+        row = QUIET | rollout
         results.append(guard.prove(row, **{"training": True, "asks_again": False} | settings))
         guard.observe(row)
     return results
@@ -272,7 +270,7 @@ def proven(guard: MismatchGuard, *rollouts: dict[str, float], **settings) -> lis
 @pytest.mark.parametrize(
     ("before", "fault", "limit"),
     [
-        # before there is a history, five times `mismatch_guard_kl`
+        # before there is a history
         ([], {KL: 0.52, KL_ERROR: 0.0099}, "at most 0.5 would do"),
         # five times the largest so far, and at least 0.005
         ([{KL: 0.02}, {KL: 0.01}], {KL: 0.12, KL_ERROR: 0.0099}, "at most 0.1 would do"),
@@ -296,8 +294,6 @@ def test_what_neither_rounding_nor_an_update_explains_is_an_error(before, fault,
         ([], {KL: 0.52, KL_ERROR: 0.0101}),
         ([{KL: 0.02}], {KL: 0.12, KL_ERROR: 0.0101}),
         ([{KL: 0.02}], {KL: 0.06, CONTRADICTED: 0.02, TOKENS: 900}),
-        # top_k=5: all ratios are about 0.5, which k3 takes for a large KL
-        ([], {KL: 0.6, LOG_RATIO_KL: 0.7, RATIO: 0.5, ESS: 0.99}),
         ([{KL: 0.02}], {KL: math.nan, KL_ERROR: math.nan}),
     ],
 )
@@ -308,9 +304,16 @@ def test_what_may_be_noise_is_none(before, rollout):
 def test_a_fault_does_not_become_what_is_usual():
     guard = new_guard()
     proven(guard, {KL: 0.02})
-    guard.observe(QUIET | {KL: 0.5, LOG_RATIO_KL: 0.5})  # where no proof was due
+    guard.observe(QUIET | {KL: 0.5})  # where no proof was due
     with pytest.raises(SyncError):
         proven(guard, {KL: 0.5})
+
+
+def test_tokens_of_a_cut_distribution_show_nothing():
+    guard = new_guard(top_k=1)
+    assert proven(guard, {KL: 3.0, CONTRADICTED: 0.9, RATIO: 0.1}) == [True]
+    with pytest.raises(SyncError):
+        proven(new_guard(temperature=0.5), {KL: 3.0})
 
 
 def test_a_gpu_is_asked_again():

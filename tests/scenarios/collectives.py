@@ -187,7 +187,7 @@ class Case:
         if was_lost and self.is_main:
             self.trainer.vllm_generation.vllm_client.reconnect(1.0)
         asked = self.recorder.share(name, asked)
-        # without a probe, there are fewer requests
+        # There may be fewer requests than in a sound rollout.
         self.outcomes |= {name: end} if number <= len(asked) else {}
         return asked
 
@@ -218,6 +218,18 @@ class Case:
         self.trainer.vllm_generation.sync_weights()
         self.generate(2)
 
+    def diverged_rollout(self) -> None:
+        """The same, with a policy that has diverged."""
+        parameter = next(p for p in self.trainer.model.parameters() if p.requires_grad)
+        before = parameter.detach().clone()
+        with torch.no_grad():
+            parameter.fill_(torch.inf)
+        try:
+            self.rollout()
+        finally:
+            with torch.no_grad():
+                parameter.copy_(before)
+
     def save(self) -> None:
         self.trainer.save_quantized(self.out / "quantized")
 
@@ -243,8 +255,7 @@ def run(case: Case, faults: list[str]) -> None:
             case.check(f"rollout, {fault}: {number}, {request}", case.rollout, fault, number)
     case.check("long prompt of the main process", lambda: case.generate(70 if case.is_main else 2))
     case.check("long prompt of another process", lambda: case.generate(2 if case.is_main else 70))
-    with mock.patch.multiple(case.server, model=tiny_model(seed=1), said={}):
-        case.check("wrong weights", case.rollout)
+    case.check("a weight that is infinite", case.diverged_rollout)
     full = OSError("No space left on device")
     writers = ("quantization.checkpoint.CheckpointWriter.write", "rollout.routes.write_adapter")
     with ExitStack() as patches:

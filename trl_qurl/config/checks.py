@@ -123,7 +123,7 @@ def check_sampling(config: Any, stacklevel: int) -> None:
             )
     if overrides.get("stop") or overrides.get("stop_token_ids"):
         _check_ends(config)
-    biasing = _biasing_settings(config, overrides)
+    biasing = biasing_settings(config)
     if biasing:
         warnings.warn(
             f"{', '.join(biasing)}: the engine's log-probabilities account for this, but the "
@@ -147,11 +147,16 @@ def _check_ends(config: Any) -> None:
             )
 
 
-def _biasing_settings(config: Any, overrides: Mapping[str, Any]) -> list[str]:
-    """Return the settings, with values, that change the distribution tokens are sampled from."""
+def biasing_settings(config: Any) -> list[str]:
+    """Return the settings, with values, that change the distribution tokens are sampled from.
+
+    The trainer scores tokens as if the whole vocabulary had been there.
+    """
+    overrides = getattr(config, "generation_kwargs", None) or {}
     names = (*NEUTRAL, "min_p", "vllm_structured_outputs_regex")
-    values = {name: getattr(config, name) for name in names} | dict(overrides)
-    neutral = NEUTRAL | {"temperature": (config.temperature,)}  # the trainer reads only the field
+    values = {name: getattr(config, name, None) for name in names} | dict(overrides)
+    # The trainer reads the temperature from the field.
+    neutral = NEUTRAL | {"temperature": (getattr(config, "temperature", None),)}
     biasing = []
     for name, value in values.items():
         if name in HARMLESS or value in neutral.get(name, OFF):
