@@ -22,7 +22,7 @@ from trl_qurl.rollout.backend import QuantizedVLLMGeneration
 from trl_qurl.rollout.routes import AdapterRoute
 from trl_qurl.trainers.engine import QuantizedEngineMixin
 from trl_qurl.trainers.model_card import add_rollouts
-from trl_qurl.trainers.saving import main_process_only
+from trl_qurl.trainers.saving import read_in_main_process
 
 KINDS = ["full", "lora"]
 
@@ -292,20 +292,19 @@ def test_parameters_are_gone_through_to_the_end_when_writing_fails():
         yield from range(3)
         state.append("unmerged")
 
-    def fail():
-        next(walked)
+    def fail(unread):
+        next(unread)
         raise OSError("disk full")
 
-    walked = parameters()
     with pytest.raises(OSError, match="disk full"):
-        main_process_only(fail, walked)
+        read_in_main_process(parameters(), fail)
     assert state == ["merged", "unmerged"]
 
 
 def test_an_error_of_the_main_process_is_raised_in_all(monkeypatch):
     sent = []
 
-    def fail():
+    def fail(unread):
         raise FileExistsError("is a file")
 
     def broadcast(outcome, from_process):
@@ -316,9 +315,9 @@ def test_an_error_of_the_main_process_is_raised_in_all(monkeypatch):
 
     monkeypatch.setattr("trl_qurl.rollout.recovery.broadcast_object_list", broadcast)
     with pytest.raises(FileExistsError, match="is a file"):
-        main_process_only(fail)
+        read_in_main_process([], fail)
     with pytest.raises(FileExistsError, match="is a file"):
-        main_process_only(lambda: None)
+        read_in_main_process([], lambda unread: None)
     assert len(sent) == 2, "one of them did not wait for the other"
 
 

@@ -238,9 +238,8 @@ def set_dtype(directory: Path, dtype: torch.dtype | None) -> None:
     for config in (contents, contents.get("text_config") or {}):
         if config.get("dtype") in ("float32", None):
             config["dtype"] = str(dtype).removeprefix("torch.")
-    tmp = path.with_suffix(".tmp")
-    tmp.write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
-    tmp.replace(path)
+    text = json.dumps(contents, indent=2) + "\n"
+    write_atomically(path, lambda tmp: tmp.write_text(text, encoding="utf-8"))
 
 
 def cache_directory() -> Path:
@@ -270,3 +269,10 @@ def cached(path: Path, make: Callable[[Path], None]) -> Path:
     finally:
         lock.release()
     return path
+
+
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` make a temporary file, which then replaces `path`."""
+    tmp = path.with_suffix(".tmp")
+    write(tmp)
+    tmp.replace(path)

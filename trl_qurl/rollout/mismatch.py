@@ -6,6 +6,7 @@ sequences, `T` completion tokens.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -16,12 +17,15 @@ INVALID_LIMIT = 0.01
 """Maximum share of tokens without a valid log-probability from the engine."""
 
 SERVED_MINUS_INFINITY = -9999.0  # stand-in for -inf in the responses of a vLLM server
-LIKELY, UNLIKELY = math.log(0.5), -2.0  # log π_behav and log ρ that contradict each other
+# log π_behav and log ρ of a token that contradict each other
+LIKELY = math.log(0.5)
+UNLIKELY = -2.0
 
 
 def valid_logps(logps: list[list[float | None]]) -> list[list[float | None]]:
-    """Replace log-probabilities that no sampled token can have with `None`, which TRL and the
-    objectives skip.
+    """Replace log-probabilities that no sampled token can have with `None`.
+
+    TRL and the objectives skip these.
 
     Args:
         logps: The engine's log-probability of each token of each completion, in nats.
@@ -29,18 +33,17 @@ def valid_logps(logps: list[list[float | None]]) -> list[list[float | None]]:
     Returns:
         The same values, with `None` for NaN, infinities, and a server's stand-in for -inf.
     """
-    return [
-        [
-            logp if logp is not None and SERVED_MINUS_INFINITY < logp < math.inf else None
-            for logp in row
-        ]
-        for row in logps
-    ]
+    return [list(map(_valid, row)) for row in logps]
+
+
+def _valid(logp: float | None) -> float | None:
+    if logp is None or not SERVED_MINUS_INFINITY < logp < math.inf:
+        return None
+    return logp
 
 
 class MismatchTally:
-    """Accumulates the mismatch of a rollout over the parts in which its log-probabilities are
-    computed.
+    """Accumulates a rollout's mismatch over the parts in which log-probabilities are computed.
 
     Args:
         accelerator: Accelerator of the processes that share the rollout.
@@ -48,9 +51,13 @@ class MismatchTally:
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
-        self._parts: list[torch.Tensor] = []  # `mismatch_sums` and the largest ratio, (10,) each
-        # log ρ of the tokens to learn from, (tokens,) each
-        self._log_ratios: list[torch.Tensor] = []
+        self._start_over()
+
+    def _start_over(self) -> None:
+        # by part
+        self._sums: list[torch.Tensor] = []  # of `mismatch_sums`, (9,) each
+        self._ratio_maxima: list[torch.Tensor] = []  # () each
+        self._log_ratios: list[torch.Tensor] = []  # of the tokens to learn from, (tokens,) each
 
     def add(
         self,
@@ -68,34 +75,38 @@ class MismatchTally:
             cap: C, a ratio.
         """
         sums, ratio_max = mismatch_sums(proximal_logps, behavior_logps, mask, cap)
-        self._parts.append(torch.stack([*sums, ratio_max]))
+        self._sums.append(sums)
+        self._ratio_maxima.append(ratio_max)
         self._log_ratios.append((proximal_logps - behavior_logps)[mask])
 
     def sampling_metrics(self, cap: float) -> dict[str, float]:
-        """Return TRL's `sampling/*` for the parts so far: TRL computes them only for a rollout
-        scored in advance.
+        """Return TRL's `sampling/*`, which TRL computes only for a rollout scored in advance.
+
+        A collective operation.
 
         Args:
             cap: C, a ratio.
 
         Returns:
-            Metrics by name.
+            Metrics of the parts so far, by name.
         """
         log_ratio = torch.cat(self._log_ratios)
-        ratio = log_ratio.nan_to_num(0.0).exp().clamp(max=cap)
-        metrics: dict[str, float] = {}
-        for name, part in {
-            "sampling_logp_difference": log_ratio.abs(),
-            "importance_sampling_ratio": ratio,
-        }.items():
-            known = part[~part.isnan()] if part.isfinite().any() else part.new_zeros(1)
-            parts = torch.stack([known.mean(), known.max(), known.min()]).unsqueeze(0)
-            mean, largest, least = self._accelerator.gather(parts).unbind(1)  # (processes,) each
-            metrics |= {
-                f"sampling/{name}/mean": mean.mean().item(),
-                f"sampling/{name}/max": largest.max().item(),
-            }
-        return metrics | {"sampling/importance_sampling_ratio/min": least.min().item()}
+        difference = self._summarize(log_ratio.abs())
+        ratio = self._summarize(log_ratio.nan_to_num(0.0).exp().clamp(max=cap))
+        return {
+            "sampling/sampling_logp_difference/mean": difference.mean,
+            "sampling/sampling_logp_difference/max": difference.largest,
+            "sampling/importance_sampling_ratio/mean": ratio.mean,
+            "sampling/importance_sampling_ratio/max": ratio.largest,
+            "sampling/importance_sampling_ratio/min": ratio.least,
+        }
+
+    def _summarize(self, values: torch.Tensor) -> "Summary":
+        """Summarize values of all processes as TRL does: the mean is that of their means."""
+        known = values[~values.isnan()] if values.isfinite().any() else values.new_zeros(1)
+        here = torch.stack([known.mean(), known.max(), known.min()]).unsqueeze(0)
+        mean, largest, least = self._accelerator.gather(here).unbind(1)  # (processes,) each
+        return Summary(mean.mean().item(), largest.max().item(), least.min().item())
 
     def pop(self) -> dict[str, float]:
         """Return the metrics of the whole rollout, and start over. A collective operation.
@@ -107,13 +118,14 @@ class MismatchTally:
             RuntimeError: More than `INVALID_LIMIT` of the tokens have no valid log-probability from
                 the engine.
         """
-        parts, self._parts, self._log_ratios = torch.stack(self._parts), [], []  # (parts, 10)
         # Some accelerators lack float64. The terms of a sum are of similar size, so float32 keeps
         # its digits.
-        sums = self._accelerator.reduce(parts[:, :-1].sum(0).float(), reduction="sum")
-        metrics = mismatch_metrics(
-            sums, self._accelerator.gather(parts[:, -1].max().float()).max().item()
-        )
+        sums_here = torch.stack(self._sums).sum(0).float()
+        ratio_max_here = torch.stack(self._ratio_maxima).max().float()
+        self._start_over()
+        sums = self._accelerator.reduce(sums_here, reduction="sum")
+        ratio_max = self._accelerator.gather(ratio_max_here).max()
+        metrics = mismatch_metrics(sums, ratio_max.item())
         share = metrics.get("mismatch/invalid_share", 0.0)
         if share > INVALID_LIMIT:
             raise RuntimeError(
@@ -124,6 +136,28 @@ class MismatchTally:
                 "it). Then resume from the last checkpoint."
             )
         return metrics
+
+
+class Summary(NamedTuple):
+    """What TRL logs of values of all processes."""
+
+    mean: float
+    largest: float
+    least: float
+
+
+class Sums(NamedTuple):
+    """Sums over the tokens with a behavior log-probability, unless said otherwise."""
+
+    tokens: float
+    log_ratio: float  # log ρ
+    k3: float  # ρ − 1 − log ρ
+    k3_squared: float
+    ratio: float  # ρ
+    ratio_squared: float
+    capped: float  # tokens with ρ > C
+    contradicted: float  # tokens with π_behav ≥ 1/2 and ρ < e⁻²
+    invalid: float  # tokens without a behavior log-probability
 
 
 def mismatch_sums(
@@ -141,23 +175,29 @@ def mismatch_sums(
         cap: C; a larger ratio counts as capped.
 
     Returns:
-        Sums of (1, log ρ, k3 = ρ − 1 − log ρ, k3², ρ, ρ², [ρ > C], [π_behav ≥ 1/2 and ρ < e⁻²])
-        over the tokens with a behavior log-probability, and the number of those without, shape
-        (9,), float64; and the largest ρ, shape (), 0 without tokens.
+        `Sums`, shape (9,), float64; and the largest ρ, shape (), 0 without tokens.
     """
-    scored = mask.bool() & behavior_logps.isfinite()
-    log_ratio = (proximal_logps.double() - behavior_logps.double())[scored].clamp(
-        max=LARGEST_LOG_RATIO
-    )
-    ratio = log_ratio.exp()  # (tokens,)
+    learned = mask.bool()
+    scored = learned & behavior_logps.isfinite()
+    log_ratio = (proximal_logps.double() - behavior_logps.double())[scored]  # (tokens,)
+    log_ratio = log_ratio.clamp(max=LARGEST_LOG_RATIO)
+    ratio = log_ratio.exp()
     k3 = log_ratio.expm1() - log_ratio  # a difference of the other sums loses its digits near ρ = 1
-    terms = [torch.ones_like(ratio), log_ratio, k3, k3.square(), ratio, ratio.square()]
-    terms += [
-        (ratio > cap).double(),
-        ((behavior_logps[scored] >= LIKELY) & (log_ratio < UNLIKELY)).double(),
-    ]
-    sums = [term.sum() for term in terms] + [(mask.bool() & ~scored).sum().double()]
-    return torch.stack(sums), ratio.max() if ratio.numel() else ratio.new_zeros(())
+    contradicted = (behavior_logps[scored] >= LIKELY) & (log_ratio < UNLIKELY)
+    terms = {
+        "tokens": torch.ones_like(ratio),
+        "log_ratio": log_ratio,
+        "k3": k3,
+        "k3_squared": k3.square(),
+        "ratio": ratio,
+        "ratio_squared": ratio.square(),
+        "capped": ratio > cap,
+        "contradicted": contradicted,
+        "invalid": learned & ~scored,
+    }
+    sums = torch.stack([terms[name].double().sum() for name in Sums._fields])
+    ratio_max = ratio.max() if ratio.numel() else ratio.new_zeros(())
+    return sums, ratio_max
 
 
 def mismatch_metrics(sums: torch.Tensor, ratio_max: float) -> dict[str, float]:
@@ -170,28 +210,26 @@ def mismatch_metrics(sums: torch.Tensor, ratio_max: float) -> dict[str, float]:
     KL Divergence"), and ESS is the effective sample size as a share of the n tokens.
 
     Args:
-        sums: First result of `mismatch_sums`, added up over processes, (9,).
+        sums: `Sums` from `mismatch_sums`, added up over processes, (9,).
         ratio_max: Largest ρ over processes.
 
     Returns:
         Metrics by name; empty without tokens, and only the invalid share if no token was scored.
     """
-    count, log_ratio, k3, k3_squared, ratio, ratio_squared, capped, contradicted, invalid = (
-        sums.tolist()
-    )
-    if count + invalid == 0:
+    total = Sums(*sums.tolist())
+    if total.tokens + total.invalid == 0:
         return {}
-    share = {"mismatch/invalid_share": invalid / (count + invalid)}
-    if count == 0:
+    share = {"mismatch/invalid_share": total.invalid / (total.tokens + total.invalid)}
+    if total.tokens == 0:
         return share
     return share | {
-        "mismatch/kl_k1": -log_ratio / count,
-        "mismatch/kl_k3": k3 / count,
-        "mismatch/kl_k3_error": k3_squared**0.5 / count,
-        "mismatch/ratio_mean": ratio / count,
+        "mismatch/kl_k1": -total.log_ratio / total.tokens,
+        "mismatch/kl_k3": total.k3 / total.tokens,
+        "mismatch/kl_k3_error": total.k3_squared**0.5 / total.tokens,
+        "mismatch/ratio_mean": total.ratio / total.tokens,
         "mismatch/ratio_max": float(ratio_max),
-        "mismatch/capped_share": capped / count,
-        "mismatch/contradicted_share": contradicted / count,
-        "mismatch/tokens": count,
-        "mismatch/ess": ratio**2 / (count * ratio_squared),
+        "mismatch/capped_share": total.capped / total.tokens,
+        "mismatch/contradicted_share": total.contradicted / total.tokens,
+        "mismatch/tokens": total.tokens,
+        "mismatch/ess": total.ratio**2 / (total.tokens * total.ratio_squared),
     }

@@ -33,21 +33,16 @@ class UpdateAwareQuantizationCallback(TrainerCallback):
         self.scale = scale
 
     def on_init_end(self, *args: Any, model: PreTrainedModel, **kwargs: Any) -> None:
-        """Scale the model before it is wrapped, added to an optimizer or overwritten by a
-        checkpoint.
-        """
+        """Scale the model before it is wrapped, optimized or overwritten by a checkpoint."""
         scale_model_(model, self.scale)
 
     def on_train_begin(self, *args: Any, model: PreTrainedModel, **kwargs: Any) -> None:
         """Raise `RuntimeError` if the model was never scaled."""
-        if (scale := recorded_scale(model)) != self.scale:
-            problem = (
-                f"UAQ scale {self.scale} was requested, but the model being trained has scale "
-                f"{scale}"
-            )
+        scale = recorded_scale(model)
+        if scale != self.scale:
             raise RuntimeError(
-                f"{problem}: pass the callback in callbacks=[...], and a model instead of "
-                "model_init."
+                f"UAQ scale {self.scale} was requested, but the model being trained has scale "
+                f"{scale}: pass the callback in callbacks=[...], and a model instead of model_init."
             )
 
 
@@ -94,7 +89,11 @@ class SavingBetweenSteps(TrainerAwareCallback):
         self._is_inside = True
 
     def on_step_end(
-        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
     ) -> None:
         """Save what was to be saved inside the step."""
         self._is_inside = False
@@ -108,8 +107,9 @@ class SavingBetweenSteps(TrainerAwareCallback):
 
 
 class RunLogCallback(TrainerCallback):
-    """A `TrainerCallback` that writes `run.jsonl`, the input of `trl-qurl report`, in the main
-    process.
+    """A `TrainerCallback` that writes `run.jsonl`, the input of `trl-qurl report`.
+
+    Only the main process writes.
 
     Args:
         settings: Settings to write in addition to the trainer's arguments, by name.
@@ -123,36 +123,40 @@ class RunLogCallback(TrainerCallback):
         self,
         args: TrainingArguments,
         state: TrainerState,
-        control: Any,
+        control: TrainerControl,
         *,
         model: PreTrainedModel,
         **kwargs: Any,
     ) -> None:
-        """Start the file in the output directory, with the rows of a checkpoint that training
-        resumes from.
+        """Start the file in the output directory, with the rows of a checkpoint to resume from.
 
         A collective operation. Raises `RuntimeError` in all processes if another run is training
         there.
         """
-        name = getattr(model.config, "_name_or_path", None)
         settings = {
-            "model": name,
+            "model": getattr(model.config, "_name_or_path", None),
             **args.to_dict(),
             "uaq_scale": recorded_scale(model),
             **self._settings,
         }
         path = Path(args.output_dir or ".") / RUN_LOG
-        raise_everywhere(
-            lambda: (
+
+        def begin() -> None:
+            if state.is_world_process_zero:
                 begin_log(path, settings, state.log_history)
-                if state.is_world_process_zero
-                else None
-            )
-        )
-        self._path = path if state.is_world_process_zero else None
+
+        raise_everywhere(begin)
+        if state.is_world_process_zero:
+            self._path = path
 
     def on_log(
-        self, args: Any, state: TrainerState, control: Any, *, logs: dict[str, float], **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        logs: dict[str, float],
+        **kwargs: Any,
     ) -> None:
         """Append the row, unless the trainer evaluates without having trained."""
         if self._path is not None:

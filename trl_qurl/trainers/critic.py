@@ -10,7 +10,6 @@ Shapes: `B` sequences, `P` prompt tokens, `T` completion tokens.
 import copy
 import math
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +34,7 @@ from trl_qurl.config import QuRLPPOConfig
 from trl_qurl.quantization.checkpoint_form import whole
 from trl_qurl.quantization.storage import new_directory
 from trl_qurl.trainers.learning import check_trainable
-from trl_qurl.trainers.resuming import check_loaded, load_policy
+from trl_qurl.trainers.resuming import check_loaded, is_sharded, load_policy
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -49,9 +48,7 @@ HEAD_NAMES = ("score", "classifier")  # in the token classifiers of transformers
 
 
 class Critic:
-    """A value model that learns after each backward pass of the policy, and steps when the policy
-    does.
-    """
+    """A value model that learns after each backward pass of the policy, and steps with it."""
 
     def __init__(
         self, model: PreTrainedModel, args: QuRLPPOConfig, policy_accelerator: Accelerator
@@ -59,49 +56,46 @@ class Critic:
         # Accelerators of a process share one `GradientState`: a plugin with other settings would
         # change the policy's.
         plugin = GradientAccumulationPlugin(**policy_accelerator.gradient_state.plugin_kwargs)
-        self.accelerator = accelerator = Accelerator(gradient_accumulation_plugin=plugin)
+        self.accelerator = Accelerator(gradient_accumulation_plugin=plugin)
         # `prepare` may wrap it for the launcher; its logits are (B, P + T, 1)
-        self.model: Any = model
+        self.model: PreTrainedModel = model
         self._args = args
-        self._optimizer: Any = None
+        self._optimizer: Any = None  # from `prepare` on
         if args.gradient_checkpointing:
             model.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
             if is_peft_model(model):
                 # otherwise reentrant checkpointing would compute no gradients
                 model.enable_input_require_grads()
-        if accelerator.distributed_type not in (DistributedType.FSDP, DistributedType.DEEPSPEED):
-            model.to(accelerator.device)
+        if not is_sharded(self.accelerator):
+            model.to(self.accelerator.device)
 
     def prepare(self, build_optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer]) -> None:
         """Build the optimizer on the first call; training may start several times."""
         if self._optimizer is None:
-            self.model, self._optimizer = self.accelerator.prepare(
-                self.model, build_optimizer(self.model)
-            )
+            optimizer = build_optimizer(self.model)
+            self.model, self._optimizer = self.accelerator.prepare(self.model, optimizer)
         self._optimizer.zero_grad()  # of a step that was interrupted
 
     @torch.no_grad()
-    def rollout_values(self, batch: dict[str, Any], batch_size: int) -> torch.Tensor:
-        """Return values before each token and after the last, `(B, T + 1)`, in passes of
-        `batch_size` sequences.
-        """
-        starts = range(0, len(batch["completion_ids"]), batch_size)
-        chunks = (
-            {name: batch[name][start : start + batch_size] for name in INPUTS} for start in starts
-        )
-        return torch.cat(list(map(self.values, chunks)))
+    def rollout_values(self, batch: Mapping[str, torch.Tensor], batch_size: int) -> torch.Tensor:
+        """Return `values` of a whole rollout, from passes of `batch_size` sequences."""
+        parts = []
+        for start in range(0, len(batch["completion_ids"]), batch_size):
+            rows = slice(start, start + batch_size)
+            parts.append(self.values({name: batch[name][rows] for name in INPUTS}))
+        return torch.cat(parts)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Accumulate gradients of a micro-batch, and sum them over processes only at the last one
-        of a step.
-        """
+        """Accumulate gradients of a micro-batch; a step's last one sums them over processes."""
         accelerator = self.accelerator
         if accelerator.distributed_type == DistributedType.DEEPSPEED:
             # the loss is already a mean over the whole step
             accelerator.backward(loss, scale_wrt_gas=False)
-            return
-        with nullcontext() if accelerator.sync_gradients else accelerator.no_sync(self.model):
+        elif accelerator.sync_gradients:
             accelerator.backward(loss)
+        else:
+            with accelerator.no_sync(self.model):
+                accelerator.backward(loss)
 
     def values(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return values before each completion token and after the last, `(B, T + 1)`."""
@@ -110,14 +104,16 @@ class Critic:
         inputs = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)  # (B, P + T)
         mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)  # (B, P + T)
         logits = self.model(input_ids=inputs, attention_mask=mask, use_cache=False).logits
-        return logits.squeeze(-1)[:, -(batch["completion_ids"].size(1) + 1) :].float()
+        length = batch["completion_ids"].size(1) + 1  # with the last token of the prompt
+        return logits.squeeze(-1)[:, -length:].float()
 
     def step(self) -> float:
         """Clip, update and clear gradients; return the norm before clipping."""
         limit = self._args.max_grad_norm or math.inf  # 0 disables clipping, as for the policy
         # `None` under DeepSpeed
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), limit)
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm  # FSDP2 shards it
+        if isinstance(norm, DTensor):  # FSDP2 shards it
+            norm = norm.full_tensor()
         self._optimizer.step()
         self._optimizer.zero_grad()
         return math.nan if norm is None else float(norm)
@@ -135,17 +131,14 @@ class Critic:
         self.accelerator.save_state(str(checkpoint / STATE_DIRECTORY))
 
     def load_state(self, checkpoint: Path) -> None:
-        """Load what `save_state` wrote; without it (`save_only_model`) the model alone, with a new
-        optimizer.
+        """Load what `save_state` wrote.
+
+        Without it (`save_only_model`), load the model alone, and begin with a new optimizer.
 
         Raises:
             ValueError: The optimizer's state is missing, and the model is sharded.
             RuntimeError: The model does not hold what the checkpoint's `critic/` holds.
         """
-        is_sharded = self.accelerator.distributed_type in (
-            DistributedType.FSDP,
-            DistributedType.DEEPSPEED,
-        )
         state = checkpoint / STATE_DIRECTORY
         model = checkpoint / CRITIC_DIRECTORY
         missing = f"{checkpoint} has no {STATE_DIRECTORY}/ (save_only_model=True)"
@@ -153,13 +146,13 @@ class Critic:
             # Via the CPU: torch cannot load directly to "cpu:0", the device of processes in a
             # distributed CPU run.
             self.accelerator.load_state(str(state), map_location="cpu")
-        elif is_sharded:
+        elif is_sharded(self.accelerator):
             way = f"start a new run with model={str(checkpoint)!r} and value_model={str(model)!r}"
             raise ValueError(f"{missing}, and a sharded critic cannot be loaded without it: {way}.")
         else:
             logger.warning(f"{missing}: the critic's optimizer is new.")
             self._load_model(model)
-        if not is_sharded:
+        if not is_sharded(self.accelerator):
             check_loaded("critic", self.accelerator.unwrap_model(self.model), model)
 
     def _load_model(self, directory: Path) -> None:
@@ -173,18 +166,17 @@ def load_critic_model(
     args: QuRLPPOConfig,
     policy: str | PreTrainedModel,
     value_model: str | PreTrainedModel | None,
-    processing_class: Any,
-    value_peft_config: Any,
+    processing_class: "PreTrainedTokenizerBase | ProcessorMixin | None",
+    value_peft_config: "PeftConfig | None",
 ) -> PreTrainedModel:
     """Load the critic's model, or raise if it does not fit the policy."""
-    policy_name = policy if isinstance(policy, str) else get_config_model_id(policy.config)
+    policy_name = _name_of(policy)
     source = policy_name if value_model is None else value_model
     if not source:
-        reason = (
+        raise ValueError(
             "The policy was not loaded from a checkpoint, so value_model=None cannot load the "
-            "critic from it"
+            "critic from it: save the policy and pass its path as value_model."
         )
-        raise ValueError(f"{reason}: save the policy and pass its path as value_model.")
     # Load it whole on every process; the launcher's wrapper moves it to the right device.
     init_kwargs = {
         "device_map": None,
@@ -214,7 +206,8 @@ def build_value_model(
     is used too) or a saved critic. A model object must be a token classifier with one label.
     Dropout is turned off.
     """
-    if name := source if isinstance(source, str) else get_config_model_id(source.config):
+    name = _name_of(source)
+    if name:
         check_same_tokens(tokenizer, name, init_kwargs)
     model = _load(source, init_kwargs) if isinstance(source, str) else source
     inner = model.get_base_model() if is_peft_model(model) else model
@@ -227,27 +220,35 @@ def build_value_model(
     disable_dropout_in_model(model)
     model.config.use_cache = False
     if peft_config is not None:
-        from peft import TaskType, get_peft_model
-
-        # With another task type, the new head would be neither trained nor saved. It is trained in
-        # full, so "all-linear" must not include it.
-        peft_config = copy.deepcopy(peft_config)
-        peft_config.task_type = TaskType.TOKEN_CLS
-        excluded = getattr(peft_config, "exclude_modules", None)
-        if not isinstance(excluded, str):
-            peft_config.exclude_modules = [*(excluded or ()), *HEAD_NAMES]
-        model = get_peft_model(model, peft_config)
+        model = _add_adapter(model, peft_config)
     check_trainable(model, "The critic (value_model)")
     return model
 
 
-def check_critic_vocabulary(critic: Any, policy: Any, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise `ValueError` if the policy can sample a token of the tokenizer that is not in the
-    critic's embedding.
-    """
-    critic_rows, policy_rows = (
-        model.config.get_text_config().vocab_size for model in (critic, policy)
-    )
+def _name_of(model: str | PreTrainedModel) -> str | None:
+    """Return the name or path that a model was loaded from, if any."""
+    return model if isinstance(model, str) else get_config_model_id(model.config)
+
+
+def _add_adapter(model: PreTrainedModel, peft_config: "PeftConfig") -> PreTrainedModel:
+    from peft import TaskType, get_peft_model
+
+    # With another task type, the new head would be neither trained nor saved. It is trained in
+    # full, so "all-linear" must not include it.
+    peft_config = copy.deepcopy(peft_config)
+    peft_config.task_type = TaskType.TOKEN_CLS
+    excluded = getattr(peft_config, "exclude_modules", None)
+    if not isinstance(excluded, str):
+        peft_config.exclude_modules = [*(excluded or ()), *HEAD_NAMES]
+    return get_peft_model(model, peft_config)
+
+
+def check_critic_vocabulary(
+    critic: PreTrainedModel, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Raise `ValueError` if the policy can sample a token that the critic cannot read."""
+    critic_rows = critic.config.get_text_config().vocab_size
+    policy_rows = policy.config.get_text_config().vocab_size
     if critic_rows < min(policy_rows, len(tokenizer)):
         raise ValueError(
             f"The policy knows {policy_rows} tokens, of which the tokenizer uses {len(tokenizer)}, "
@@ -260,9 +261,7 @@ def check_critic_vocabulary(critic: Any, policy: Any, tokenizer: PreTrainedToken
 def check_same_tokens(
     tokenizer: PreTrainedTokenizerBase, source: str, init_kwargs: Mapping[str, Any]
 ) -> None:
-    """Raise if the critic's tokenizer, if it has one, lacks a token of the policy or gives it a
-    different id.
-    """
+    """Raise if the critic's tokenizer, if any, gives a token of the policy no or another id."""
     options = _hub_arguments(init_kwargs)
     # Without this file, AutoTokenizer may return an empty tokenizer of the architecture's class.
     quiet = {
@@ -272,7 +271,8 @@ def check_same_tokens(
     if cached_file(source, "tokenizer_config.json", revision=options["revision"], **quiet) is None:
         return
     critic_tokens = AutoTokenizer.from_pretrained(source, **options).get_vocab()
-    if different := tokenizer.get_vocab().items() - critic_tokens.items():
+    different = tokenizer.get_vocab().items() - critic_tokens.items()
+    if different:
         token, number = min(different, key=lambda item: item[1])
         example = (
             f"{token!r} is {number} for the policy and {critic_tokens.get(token, 'unknown')} for "
@@ -297,18 +297,21 @@ def _load(source: str, init_kwargs: Mapping[str, Any]) -> PreTrainedModel:
         model, info = create_model_from_path(source, AutoModelForTokenClassification, **init_kwargs)
     finally:
         transformers_logging.set_verbosity(verbosity)
-    head = {
-        name
-        for name in info["missing_keys"]
-        if name.rpartition(".")[0].split(".")[-1] in HEAD_NAMES
-    }
-    if missing := set(info["missing_keys"]) - head:
-        names = ", ".join(sorted(missing)[:3])
+    missing = set(info["missing_keys"])
+    missing_head = {name for name in missing if _is_of_head(name)}
+    missing_backbone = sorted(missing - missing_head)
+    if missing_backbone:
+        names = ", ".join(missing_backbone[:3])
         raise ValueError(
             f"value_model {source} lacks weights of its backbone ({names}): pass a complete model."
         )
-    new_head = [parameter for name, parameter in model.named_parameters() if name in head]
+    new_head = [parameter for name, parameter in model.named_parameters() if name in missing_head]
     with torch.no_grad(), whole(new_head):
         for parameter in new_head:
             parameter.zero_()
     return model
+
+
+def _is_of_head(parameter_name: str) -> bool:
+    module_name = parameter_name.rpartition(".")[0]
+    return module_name.split(".")[-1] in HEAD_NAMES

@@ -1,5 +1,4 @@
-"""Say once why a run learns nothing: nothing is trained, updates change no weight, or all rewards
-are the same.
+"""Say once why a run learns nothing: frozen models, updates without effect, or equal rewards.
 
 Loss, KL and grad_norm look healthy in the first two cases. Nothing is stopped: a learning rate of
 0, as in warmup, or a few rollouts without a signal are no fault, so each message waits until it has
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 from accelerate.logging import get_logger
+from transformers import PreTrainedModel, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
 from trl_qurl.trainers.callbacks import TrainerAwareCallback
@@ -22,9 +22,7 @@ PATIENCE = 3  # rollouts, or updates with a gradient and a learning rate
 
 
 class LearningWatch(TrainerAwareCallback):
-    """Callback that watches what the optimizer holds, whether weights change, and whether rewards
-    differ.
-    """
+    """Callback that watches the optimizer's parameters, changes of weights, and rewards."""
 
     def __init__(self) -> None:
         # steps with a gradient and a learning rate, since weights last changed
@@ -35,10 +33,19 @@ class LearningWatch(TrainerAwareCallback):
         self._said: set[str] = set()  # kinds of messages
 
     def on_train_begin(
-        self, args: Any, state: Any, control: Any, *, model: Any, optimizer: Any, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        model: PreTrainedModel,
+        optimizer: torch.optim.Optimizer,
+        **kwargs: Any,
     ) -> None:
         """Compare the optimizer with what is trainable; start the counts."""
-        self._moving, self._alike, self._has_learned = [], 0, False
+        self._moving = []
+        self._alike = 0
+        self._has_learned = False
         trainer = self.trainer
         # Where parameters are sharded, optimizers hold other tensors; a layer-wise one is a
         # placeholder for others.
@@ -48,27 +55,32 @@ class LearningWatch(TrainerAwareCallback):
             check_optimizer(model, optimizer)
 
     def on_log(
-        self, args: Any, state: Any, control: Any, *, logs: Mapping[str, Any], **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        logs: Mapping[str, float],
+        **kwargs: Any,
     ) -> None:
-        """Warn if updates with a gradient and a learning rate changed no weight that was sent to
-        the engine.
-        """
-        norm, rate = logs.get("grad_norm"), logs.get("learning_rate")
+        """Warn if updates with a gradient and a learning rate changed no weight that was sent."""
+        norm = logs.get("grad_norm")
+        rate = logs.get("learning_rate")
         if norm is None or rate is None:
             return
         if 0 < norm < math.inf and rate > 0:
             self._moving.append(state.global_step)
         unchanged = self.trainer.vllm_generation.sync.unchanged_steps()
         self._moving = [step for step in self._moving if step >= unchanged.start]
-        if sum(step in unchanged for step in self._moving) >= PATIENCE:
+        without_effect = [step for step in self._moving if step in unchanged]
+        if len(without_effect) >= PATIENCE:
             self._say_once("weights", unchanged_text(self.trainer.model, unchanged, norm, rate))
 
     def observe(self, metrics: Mapping[str, float]) -> None:
-        """Judge a training rollout by its metrics; warn if none
-        of the last ones taught anything.
-        """
+        """Judge a training rollout by its metrics; warn if the last ones taught nothing."""
         if self.trainer._has_signal(metrics):
-            self._alike, self._has_learned = 0, True
+            self._alike = 0
+            self._has_learned = True
             return
         self._alike += 1
         self._reason = reason_alike(self.trainer, metrics)
@@ -88,10 +100,8 @@ class LearningWatch(TrainerAwareCallback):
             logger.warning(text)
 
 
-def check_trainable(model: Any, name: str) -> None:
-    """Raise `ValueError` if training would change no tensor of a model, which messages call by this
-    name.
-    """
+def check_trainable(model: PreTrainedModel, name: str) -> None:
+    """Raise `ValueError`, with the name, if training would change no tensor of a model."""
     if any(parameter.requires_grad for parameter in model.parameters()):
         return
     way = "call model.requires_grad_(True) (PEFT leaves a model frozen after merge_and_unload)"
@@ -103,11 +113,11 @@ def check_trainable(model: Any, name: str) -> None:
     raise ValueError(f"{name} has no trainable parameter, so no update would change it: {way}.")
 
 
-def check_optimizer(model: Any, optimizer: Any) -> None:
-    """Raise `ValueError` if the optimizer holds nothing that is
-    trainable; warn if it lacks a part.
-    """
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+def check_optimizer(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
+    """Raise `ValueError` if the optimizer holds nothing trainable; warn if it lacks a part."""
+    held: set[int] = set()
+    for group in optimizer.param_groups:
+        held.update(id(parameter) for parameter in group["params"])
     trainable = {
         name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
     }
@@ -128,7 +138,7 @@ def check_optimizer(model: Any, optimizer: Any) -> None:
     logger.warning(f"{problem}. The others keep their values{example}. To train them, {way}.")
 
 
-def unchanged_text(model: Any, steps: range, norm: float, rate: float) -> str:
+def unchanged_text(model: PreTrainedModel, steps: range, norm: float, rate: float) -> str:
     """Return the message about updates that changed no weight."""
     trained = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
     way = (
@@ -149,7 +159,8 @@ def unchanged_text(model: Any, steps: range, norm: float, rate: float) -> str:
 
 def reason_alike(trainer: Any, metrics: Mapping[str, float]) -> str:
     """Return why the rewards of a rollout taught nothing, and what to do."""
-    cut, reward = metrics.get("completions/clipped_ratio", 0.0), metrics["reward"]
+    cut = metrics.get("completions/clipped_ratio", 0.0)
+    reward = metrics["reward"]
     limit = trainer.max_completion_length
     if cut > 0.5:
         return f"{cut:.0%} of the answers were cut off at max_completion_length={limit}, raise it"
@@ -160,9 +171,7 @@ def reason_alike(trainer: Any, metrics: Mapping[str, float]) -> str:
             f"all answers to a question earned the same reward, {reward:.3g} on average, choose "
             "harder questions"
         )
-    hint = (
-        r"; accuracy_reward wants a \boxed{}"
-        if "accuracy_reward" in trainer.reward_func_names
-        else ""
-    )
-    return f"no answer earned a reward, read some (log_completions=True){hint}"
+    reason = "no answer earned a reward, read some (log_completions=True)"
+    if "accuracy_reward" in trainer.reward_func_names:
+        reason += r"; accuracy_reward wants a \boxed{}"
+    return reason

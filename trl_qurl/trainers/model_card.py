@@ -1,6 +1,4 @@
-"""Model cards: a section about the rollouts for TRL's card, and
-the card of a quantized checkpoint.
-"""
+"""Model cards: a section about rollouts for TRL's card, and the card of a quantized checkpoint."""
 
 from pathlib import Path
 from typing import Any
@@ -9,6 +7,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from trl_qurl.objective import OBJECTIVES
 from trl_qurl.quantization.plan import QuantizationPlan
+from trl_qurl.rollout.backend import QuantizedVLLMGeneration
 
 QURL = {
     "title": "QuRL: Efficient Reinforcement Learning with Quantized Rollout",
@@ -26,17 +25,13 @@ QURL = {
 """The paper, in the format of TRL's cards (`_paper`)."""
 
 
-def add_rollouts(algorithm: str, args: Any, generation: Any) -> None:
-    """Add a section about the rollouts to TRL's card in the output directory, from its config and
-    backend.
-    """
-    objective = OBJECTIVES.get(vars(args).get("objective", ""))
+def add_rollouts(algorithm: str, args: Any, generation: QuantizedVLLMGeneration) -> None:
+    """Add a section about a trainer's rollouts to TRL's card in its output directory."""
+    if generation.sync.route.is_merged:
+        source = "a copy of the policy"
+    else:
+        source = "the frozen base with the unmerged adapter"
     codes = described(generation.weights.plan)
-    source = (
-        "a copy of the policy"
-        if generation.sync.route.is_merged
-        else "the frozen base with the unmerged adapter"
-    )
     sentences = [
         f"The algorithm is {algorithm}. vLLM generated the rollouts with {source}, {codes}."
     ]
@@ -45,18 +40,19 @@ def add_rollouts(algorithm: str, args: Any, generation: Any) -> None:
             "The adapter only works with a base whose weights are rounded to the values of these "
             "codes."
         )
+    objective = OBJECTIVES.get(vars(args).get("objective", ""))
     if objective is not None:
         sentences.append(f"The objective is `{objective.name}` ({objective.source}).")
     sentences.append("All settings are in `run.jsonl`.")
-    card = ModelCard.load(path := Path(args.output_dir) / "README.md")
+    path = Path(args.output_dir) / "README.md"
+    card = ModelCard.load(path)
     head, mark, tail = card.text.partition("### Framework versions")
     base = Path(generation.model.config._name_or_path).name  # TRL only names models on the Hub
     head = head.replace("[None](https://huggingface.co/None)", f"`{base}`")
     head = head.replace('model="None"', f'model="{path.parent.name}"')
     vars(card.data).pop("licence", None)  # a placeholder
-    card.text = "\n\n".join(
-        [head.rstrip(), "### Quantized rollouts", " ".join(sentences), mark + tail]
-    )
+    parts = [head.rstrip(), "### Quantized rollouts", " ".join(sentences), mark + tail]
+    card.text = "\n\n".join(parts)
     card.save(path)
 
 
@@ -67,21 +63,22 @@ def quantized_card(
     base_model: str | None,
     adapter_rank: int = 0,
 ) -> ModelCard:
-    """Return the card of a quantized checkpoint, with a link to the policy, or its base, on the Hub
-    if it is there.
+    """Return the card of a quantized checkpoint.
+
+    It links to the policy in `full_precision`, or else to its `base_model`, if the Hub has it.
     """
+    relation = None
+    if full_precision:
+        relation = "quantized"
+    elif base_model:
+        relation = "finetune"
+    formats = [scheme.name for scheme in plan.targets]
     data = ModelCardData(
         base_model=full_precision or base_model,
-        base_model_relation="quantized" if full_precision else "finetune" if base_model else None,
+        base_model_relation=relation,
         library_name="transformers",
         pipeline_tag="text-generation",
-        tags=[
-            "trl",
-            "qurl",
-            *(scheme.name for scheme in plan.targets),
-            "compressed-tensors",
-            "vllm",
-        ],
+        tags=["trl", "qurl", *formats, "compressed-tensors", "vllm"],
     )
     text = f"A policy trained with trl-qurl, {described(plan)}."
     command = f"vllm serve {name}"
@@ -102,7 +99,5 @@ def described(plan: QuantizationPlan) -> str:
     """Return a plan's formats and the modules that it leaves in full precision, in words."""
     if not plan.schemes:
         return "not quantized"
-    return (
-        f"quantized ({plan.description}; exact: "
-        f"{', '.join(f'`{pattern}`' for pattern in plan.ignore) or 'none'})"
-    )
+    exact = ", ".join(f"`{pattern}`" for pattern in plan.ignore)
+    return f"quantized ({plan.description}; exact: {exact or 'none'})"

@@ -1,6 +1,4 @@
-"""`QuRLPPOTrainer`: `QuRLGRPOTrainer` with the advantages of a critic, one per token, in TRL's
-loss.
-"""
+"""`QuRLPPOTrainer`: `QuRLGRPOTrainer` with a critic's advantages, one per token, in TRL's loss."""
 
 import copy
 import time
@@ -8,7 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel, TrainerCallback, TrainerState
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState
 
 from trl_qurl.advantages import (
     bootstrap_values,
@@ -29,15 +29,14 @@ from trl_qurl.trainers.critic import (
 from trl_qurl.trainers.dynamic_sampling import weighted_sum
 from trl_qurl.trainers.grpo import QuRLGRPOTrainer
 from trl_qurl.trainers.resuming import read_whole
-from trl_qurl.trainers.scoring import learned_tokens
+from trl_qurl.trainers.scoring import Batch, learned_tokens
 
 if TYPE_CHECKING:
     from peft import PeftConfig
 
 
 class QuRLPPOTrainer(QuRLGRPOTrainer):
-    """Proximal policy optimization with a critic, on rollouts from an actor: a quantized copy of
-    the policy.
+    """Proximal policy optimization with a critic, on rollouts from a quantized copy of the policy.
 
     Args:
         model: This and all other arguments: see [`QuRLGRPOTrainer`].
@@ -57,7 +56,7 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
 
     def __init__(
         self,
-        model: Any,
+        model: str | PreTrainedModel,
         reward_funcs: Any = None,
         args: QuRLPPOConfig | None = None,
         *positional: Any,
@@ -65,45 +64,54 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
         value_peft_config: "PeftConfig | None" = None,
         **kwargs: Any,
     ) -> None:
-        self._value_model, self._value_peft_config = value_model, value_peft_config
+        self._value_model = value_model
+        self._value_peft_config = value_peft_config
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
         self.critic = Critic(self._value_model, self.args, self.accelerator)
         self.add_callback(CriticWarmupCallback())
 
-    def _before_engine(self, args: Any, arguments: dict[str, Any]) -> None:
+    def _before_engine(self, args: QuRLPPOConfig, arguments: dict[str, Any]) -> None:
         super()._before_engine(args, arguments)
-        models = arguments["model"], self._value_model
-        tokenizer = arguments.get("processing_class")
-        self._value_model = load_critic_model(args, *models, tokenizer, self._value_peft_config)
+        self._value_model = load_critic_model(
+            args,
+            arguments["model"],
+            self._value_model,
+            arguments.get("processing_class"),
+            self._value_peft_config,
+        )
 
     def _before_start(self) -> None:
         super()._before_start()
         check_critic_vocabulary(self._value_model, self.model, self._tokenizer)
 
-    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Batch:
         batch = super()._generate_and_score_completions(inputs)
         started = time.perf_counter()
-        size = getattr(self.args, f"per_device_{self._mode}_batch_size")
+        if self._mode == "train":
+            size = self.args.per_device_train_batch_size
+        else:
+            size = self.args.per_device_eval_batch_size
         values = self.critic.rollout_values(batch, size)  # (B, T + 1)
         self._record({"time/values_s": time.perf_counter() - started})
         self._add_advantages(batch, values)
         return batch
 
-    def _add_advantages(self, batch: dict[str, Any], values: torch.Tensor) -> None:
-        """Replace the groups' advantages with the critic's, and add what the critic learns from to
-        the batch.
-        """
-        # of all processes; NaN without a reward
-        totals = weighted_sum(self._rewards, self.reward_weights)
-        rewards = totals.tensor_split(self.accelerator.num_processes)[
-            self.accelerator.process_index
-        ]
+    def _total_rewards(self) -> torch.Tensor:
+        """Return the weighted sums of this process's rewards, (B,), NaN without a reward."""
+        totals = weighted_sum(self._rewards, self.reward_weights)  # of all processes
+        parts = totals.tensor_split(self.accelerator.num_processes)
+        return parts[self.accelerator.process_index]
+
+    def _add_advantages(self, batch: Batch, values: torch.Tensor) -> None:
+        """Replace the groups' advantages with the critic's, and add what the critic learns from."""
+        rewards = self._total_rewards()
         mask = learned_tokens(batch) & ~rewards.isnan().unsqueeze(1)  # (B, T)
         # as TRL detects truncated completions
         ends = [*self.eos_token_ids, self._tokenizer.pad_token_id]
+        values_before = values[:, :-1]  # (B, T)
         advantages, returns = generalized_advantages(
             token_rewards(rewards, mask),
-            values[:, :-1],
+            values_before,
             bootstrap_values(values, batch["completion_ids"], batch["completion_mask"], ends),
             mask,
             self.args.gamma,
@@ -111,10 +119,9 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
         )
         spread = masked_moments(advantages, mask, self._sum_over_processes)
         targets = masked_moments(returns, mask, self._sum_over_processes)
+        explained = explained_variance(values_before, returns, mask, self._sum_over_processes)
         metrics = {
-            "critic/explained_variance": explained_variance(
-                values[:, :-1], returns, mask, self._sum_over_processes
-            ),
+            "critic/explained_variance": explained,
             "critic/returns_mean": targets.mean.item(),
             "critic/returns_std": targets.variance.sqrt().item(),
             "advantages/mean": spread.mean.item(),
@@ -123,13 +130,15 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
         self._record(metrics)
         self._log_advantages(advantages, mask)
         batch["advantages"] = whiten(advantages, mask, spread)
-        batch |= {"values": values[:, :-1], "returns": returns, "critic_mask": mask}
+        batch["values"] = values_before
+        batch["returns"] = returns
+        batch["critic_mask"] = mask
 
     def _log_advantages(self, advantages: torch.Tensor, mask: torch.Tensor) -> None:
         """Replace the groups' advantages in the table of completions with means over the tokens."""
         means = advantages.sum(dim=1) / mask.sum(dim=1).clamp(min=1)
         everywhere = self.accelerator.gather(means).tolist()
-        logged = self._logs["advantages"]
+        logged = self._logs["advantages"]  # a deque
         for _ in everywhere[: len(logged)]:
             logged.pop()
         logged.extend(everywhere)
@@ -138,21 +147,16 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
             self._metrics[self._mode].pop("frac_reward_zero_std", None)
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return the policy's loss, as the parent does; during
-        its warmup only the critic learns.
-        """
+        """Return the policy's loss, as the parent does, and 0 during the critic's warmup."""
         loss = super().compute_loss(*args, **kwargs)
-        # DeepSpeed steps before `CriticWarmupCallback` clears the gradients.
-        return (
-            loss * 0.0
-            if self.model.training and self.state.global_step < self.args.critic_warmup_steps
-            else loss
-        )
+        is_warmup = self.state.global_step < self.args.critic_warmup_steps
+        if is_warmup and self.model.training:
+            # DeepSpeed steps before `CriticWarmupCallback` clears the gradients.
+            return loss * 0.0
+        return loss
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Run the policy's forward and backward pass, then the critic's, one after the other to
-        save memory.
-        """
+        """Run the policy's forward and backward pass, then the critic's, which saves memory."""
         step = self._step  # TRL increments it
         loss = super().training_step(*args, **kwargs)
         batch = self._buffered_inputs[step % self.args.steps_per_generation]
@@ -161,41 +165,48 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
             self._record({"critic/grad_norm": self.critic.step()})
         return loss
 
-    def _value_loss(self, batch: dict[str, Any], values: torch.Tensor) -> torch.Tensor:
-        """Return a micro-batch's share of the mean loss over an optimizer step's tokens; `values`
-        is (B, T + 1).
+    def _value_loss(self, batch: Batch, values: torch.Tensor) -> torch.Tensor:
+        """Return a micro-batch's share of the mean loss over an optimizer step's tokens.
+
+        `values` is (B, T + 1), from `Critic.values`.
         """
         mask = batch["critic_mask"]
         loss, clipped = value_loss(
             values[:, :-1], batch["values"], batch["returns"], self.args.value_clip_range
         )
         summed = torch.where(mask, loss, 0.0).sum()
-        counts = torch.stack([summed.detach(), (clipped & mask).sum().float(), mask.sum().float()])
-        total, clipped_count, count = self._sum_over_processes(counts).tolist()
+        clipped_tokens = (clipped & mask).sum().float()
+        tokens = mask.sum().float()
+        sums = self._sum_over_processes(torch.stack([summed.detach(), clipped_tokens, tokens]))
+        total, clipped_count, count = sums.tolist()
         count = max(count, 1.0)
         self._record(
             {"critic/value_loss": total / count, "critic/value_clip_share": clipped_count / count}
         )
         # `num_items_in_batch` covers the whole rollout and all processes, as in the parent's
         # token-level losses.
+        rollout_tokens = batch["num_items_in_batch"].clamp(min=1.0)
         steps = self.args.steps_per_generation / self.current_gradient_accumulation_steps
-        return (
-            summed
-            * steps
-            * self.accelerator.num_processes
-            / batch["num_items_in_batch"].clamp(min=1.0)
-        )
+        return summed * steps * self.accelerator.num_processes / rollout_tokens
 
-    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """Create the policy's schedule, and the critic's optimizer, whose learning rate is
-        constant.
-        """
+    def create_scheduler(
+        self, num_training_steps: int, optimizer: Optimizer | None = None
+    ) -> LRScheduler:
+        """Create the policy's schedule, and the critic's optimizer at a constant learning rate."""
         scheduler = super().create_scheduler(num_training_steps, optimizer)
-        other = copy.copy(self)  # which builds an optimizer of its own
-        other.optimizer, other.args = None, copy.copy(self.args)
-        other.args.learning_rate = self.args.critic_learning_rate
-        self.critic.prepare(other.create_optimizer)
+        self.critic.prepare(self._build_critic_optimizer)
         return scheduler
+
+    def _build_critic_optimizer(self, critic: torch.nn.Module) -> Optimizer:
+        """Build an optimizer like the policy's, with the critic's learning rate."""
+        # `create_optimizer` stores its result in the trainer, which is why a copy calls it.
+        # `get_optimizer_cls_and_kwargs` alone would leave out weight decay by group, and what
+        # create_optimizer does for single optimizers and in a subclass.
+        builder = copy.copy(self)
+        builder.optimizer = None
+        builder.args = copy.copy(self.args)
+        builder.args.learning_rate = self.args.critic_learning_rate
+        return builder.create_optimizer(critic)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
@@ -213,9 +224,8 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the policy as a transformers model, and the critic in its subdirectory `critic/`."""
-        self.critic.save_pretrained(
-            Path(output_dir or self.args.output_dir) / CRITIC_DIRECTORY, self._tokenizer
-        )
+        directory = Path(output_dir or self.args.output_dir)
+        self.critic.save_pretrained(directory / CRITIC_DIRECTORY, self._tokenizer)
         super().save_model(output_dir, _internal_call)
 
 
@@ -230,9 +240,9 @@ class CriticWarmupCallback(TrainerCallback):
         self,
         args: QuRLPPOConfig,
         state: TrainerState,
-        control: Any,
+        control: TrainerControl,
         *,
-        optimizer: Any,
+        optimizer: Optimizer,
         **kwargs: Any,
     ) -> None:
         """Clear the gradients."""

@@ -1,27 +1,30 @@
-"""The reference model of a KL penalty, which TRL loads by the policy's name, and which
-`sync_ref_model` changes.
+"""The reference model of a KL penalty.
+
+TRL loads it by the policy's name, and `sync_ref_model` changes it.
 """
 
 from pathlib import Path
-from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.logging import get_logger
-from accelerate.utils import DistributedType
+from transformers import PreTrainedModel
 
 from trl_qurl.quantization.uaq import recorded_scale
+from trl_qurl.trainers.resuming import is_sharded
 
 logger = get_logger(__name__)  # logs in the main process only
 
 REFERENCE_FILE = "reference.pt"  # in a checkpoint
 
 
-def warn_of_another_reference(policy: Any, reference: Any, accelerator: Any) -> None:
-    """Warn if a new run's policy is not its own reference, as after an adapter was merged in
-    memory.
-    """
-    if _is_sharded(accelerator) or recorded_scale(policy) != 1.0:
-        # parts cannot be compared; and UAQ rescales the policy alone, which changes no output
+def warn_of_another_reference(
+    policy: PreTrainedModel, reference: PreTrainedModel, accelerator: Accelerator
+) -> None:
+    """Warn if a new run's policy is not its own reference, as after a merge in memory."""
+    if is_sharded(accelerator):  # parts cannot be compared
+        return
+    if recorded_scale(policy) != 1.0:  # UAQ rescales the policy alone, which changes no output
         return
     others = dict(accelerator.unwrap_model(reference).named_parameters())
     for name, parameter in policy.named_parameters():
@@ -43,9 +46,10 @@ def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.to(dtype), other.to(one.device, dtype))
 
 
-def save_reference(model: Any, accelerator: Any, checkpoint: Path) -> None:
-    """Add a reference model that changes (`sync_ref_model`) to a checkpoint. A collective
-    operation.
+def save_reference(model: PreTrainedModel, accelerator: Accelerator, checkpoint: Path) -> None:
+    """Add a reference model that changes (`sync_ref_model`) to a checkpoint.
+
+    A collective operation.
     """
     state = accelerator.get_state_dict(model)
     if accelerator.is_main_process:
@@ -53,18 +57,18 @@ def save_reference(model: Any, accelerator: Any, checkpoint: Path) -> None:
         torch.save(state, checkpoint / REFERENCE_FILE)
 
 
-def load_reference(model: Any, accelerator: Any, checkpoint: Path) -> None:
-    """Load what `save_reference` wrote. Raises `ValueError` if it is missing, or the model is
-    sharded.
+def load_reference(model: PreTrainedModel, accelerator: Accelerator, checkpoint: Path) -> None:
+    """Load what `save_reference` wrote.
+
+    Raises `ValueError` if it is missing, or the model is sharded.
     """
     path = checkpoint / REFERENCE_FILE
     reason = ""
     if not path.is_file():
         reason = f"{checkpoint} does not hold it"
-    elif _is_sharded(accelerator):
-        reason = (
-            f"a reference model that {accelerator.distributed_type.value} shards cannot be loaded"
-        )
+    elif is_sharded(accelerator):
+        launcher = accelerator.distributed_type.value
+        reason = f"a reference model that {launcher} shards cannot be loaded"
     if reason:
         raise ValueError(
             f"sync_ref_model=True has changed the reference model, and {reason}: set "
@@ -72,7 +76,3 @@ def load_reference(model: Any, accelerator: Any, checkpoint: Path) -> None:
         )
     state = torch.load(path, map_location="cpu", weights_only=True)
     accelerator.unwrap_model(model).load_state_dict(state)
-
-
-def _is_sharded(accelerator: Any) -> bool:
-    return accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)

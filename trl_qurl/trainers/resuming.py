@@ -1,5 +1,4 @@
-"""What comes back after a stop: complete checkpoints, all of a run's models, and a proof that they
-are the saved ones.
+"""What comes back after a stop: complete checkpoints, and a proof that models are the saved ones.
 
 transformers looks for the last checkpoint by its name, complete or not. It loads the adapters of
 subdirectories, such as TRL's `ref/` and our `critic/`, instead of the policy's own; and where a
@@ -11,12 +10,13 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
+from accelerate import Accelerator
 from accelerate.logging import get_logger
-from accelerate.utils import is_peft_model
+from accelerate.utils import DistributedType, is_peft_model
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from transformers import PreTrainedModel
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -41,10 +41,9 @@ def last_complete_checkpoint(output_dir: str | Path) -> Path:
         FileNotFoundError: The directory has no complete checkpoint.
     """
     output_dir = Path(output_dir)
+    checkpoints = sorted(output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*"), key=_step, reverse=True)
     incomplete: list[str] = []
-    for checkpoint in sorted(
-        output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*"), key=_step, reverse=True
-    ):
+    for checkpoint in checkpoints:
         if is_complete(checkpoint):
             if incomplete:
                 names = ", ".join(incomplete)
@@ -63,9 +62,7 @@ def last_complete_checkpoint(output_dir: str | Path) -> Path:
 
 
 def check_complete(checkpoint: str | Path) -> Path:
-    """Return a checkpoint's path; raise `FileNotFoundError` if it
-    does not exist or is incomplete.
-    """
+    """Return a checkpoint's path; raise `FileNotFoundError` unless it exists and is complete."""
     checkpoint = Path(checkpoint)
     if not checkpoint.is_dir():
         raise FileNotFoundError(
@@ -96,11 +93,11 @@ def _step(checkpoint: Path) -> int:
 
 @contextmanager
 def written_whole(checkpoint: Path, is_owner: bool) -> Iterator[None]:
-    """Write a checkpoint inside the block; if the system refuses, remove it, so that it is not
-    taken for a whole one.
+    """Write a checkpoint inside the block, and remove it if the system refuses to write.
 
-    `is_owner` says whether this process removes it. Raises `OSError` with the remedy. A checkpoint
-    that is complete stays, whatever fails afterwards, such as an upload to the Hub.
+    Otherwise it could be taken for a whole one. `is_owner` says whether this process removes it.
+    Raises `OSError` with the remedy. A checkpoint that is complete stays, whatever fails
+    afterwards, such as an upload to the Hub.
     """
     if is_owner:
         (checkpoint / STATE_FILE).unlink(missing_ok=True)  # of an earlier checkpoint of this step
@@ -109,10 +106,10 @@ def written_whole(checkpoint: Path, is_owner: bool) -> Iterator[None]:
     except (OSError, RuntimeError, SafetensorError) as error:
         if is_complete(checkpoint):
             raise
-        if isinstance(error, RuntimeError) and not any(
-            word in str(error) for word in TORCH_CANNOT_WRITE
-        ):
-            raise
+        if isinstance(error, RuntimeError):
+            is_refused = any(word in str(error) for word in TORCH_CANNOT_WRITE)
+            if not is_refused:
+                raise
         if is_owner:
             shutil.rmtree(checkpoint, ignore_errors=True)
         raise OSError(
@@ -137,9 +134,7 @@ def read_whole(checkpoint: Path) -> Iterator[None]:
 
 
 def warn_of_new_optimizer(checkpoint: Path) -> None:
-    """Warn if transformers finds no optimizer or schedule, as after `save_only_model`: it begins
-    new ones silently.
-    """
+    """Warn if transformers finds no optimizer or schedule: it begins new ones silently."""
     missing = [
         name for name in (OPTIMIZER_NAME, SCHEDULER_NAME) if not (checkpoint / name).is_file()
     ]
@@ -150,7 +145,12 @@ def warn_of_new_optimizer(checkpoint: Path) -> None:
         )
 
 
-def load_policy(model: Any, checkpoint: Path) -> bool:
+def is_sharded(accelerator: Accelerator) -> bool:
+    """Return whether the processes hold parts of a prepared model's parameters."""
+    return accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+
+
+def load_policy(model: PreTrainedModel, checkpoint: Path) -> bool:
     """Load what transformers' loader would miss; return whether the policy is loaded.
 
     It would miss the adapter of a policy whose checkpoint has others beside it, and parameters that
@@ -165,60 +165,52 @@ def load_policy(model: Any, checkpoint: Path) -> bool:
     return True
 
 
-def _load_adapters(model: Any, checkpoint: Path) -> bool:
-    """Load each of a policy's adapters from where PEFT saves it, and none that the policy does not
-    have.
-    """
-    found = {
-        name: path
-        for name, path in adapter_directories(model, checkpoint)
-        if (path / ADAPTER_FILE).is_file()
-    }
+def _load_adapters(model: PreTrainedModel, checkpoint: Path) -> bool:
+    """Load each of a policy's adapters from where PEFT saves it, and no others."""
+    found = dict(saved_adapters(model, checkpoint))
     active = model.active_adapters[0]
     if active not in found:
         return False
     for name, path in found.items():
-        model.load_adapter(str(path), name, is_trainable=name == active)
+        model.load_adapter(str(path), name, is_trainable=(name == active))
     model.set_adapter(active)
     return True
 
 
-def adapter_directories(model: Any, checkpoint: Path) -> Iterator[tuple[str, Path]]:
-    """Yield the names of a policy's adapters and where PEFT saves them: the one named `default` in
-    the root.
+def saved_adapters(model: PreTrainedModel, checkpoint: Path) -> Iterator[tuple[str, Path]]:
+    """Yield the names and directories of those of a policy's adapters that a checkpoint holds.
+
+    PEFT saves the one named `default` in the root.
     """
     for name in model.peft_config:
-        yield name, checkpoint if name == "default" else checkpoint / name
+        directory = checkpoint if name == "default" else checkpoint / name
+        if (directory / ADAPTER_FILE).is_file():
+            yield name, directory
 
 
-def _is_converted(model: Any) -> bool:
+def _is_converted(model: PreTrainedModel) -> bool:
     """Return whether a checkpoint stores some parameter under another name, or in several parts."""
     layout = CheckpointForm(model, splits_experts=False).layout
     return any(list(stored) != [name] for name, stored in layout.items())
 
 
-def check_loaded(what: str, model: Any, directory: Path, is_reader: bool = True) -> None:
-    """Raise `RuntimeError` unless a model's tensors are those that a directory holds, bit for bit,
-    in its own dtypes.
+def check_loaded(
+    what: str, model: PreTrainedModel, directory: Path, is_reader: bool = True
+) -> None:
+    """Raise `RuntimeError` unless a model's tensors are those that a directory holds, bit for bit.
 
-    A collective operation if the model is sharded. `is_reader` says whether this process reads the
-    files.
+    They are compared in the model's dtypes. A collective operation if the model is sharded.
+    `is_reader` says whether this process reads the files.
     """
     held: NamedTensors
     if is_peft_model(model):
         from peft import get_peft_model_state_dict
 
-        for name, path in adapter_directories(model, directory):
-            if (path / ADAPTER_FILE).is_file():
-                state = get_peft_model_state_dict(model, adapter_name=name)
-                held = ((key, gathered(tensor)) for key, tensor in state.items())
-                _compare(
-                    f"{what}'s adapter {name!r}",
-                    held,
-                    load_file(path / ADAPTER_FILE).items(),
-                    path,
-                    is_reader,
-                )
+        for name, path in saved_adapters(model, directory):
+            state = get_peft_model_state_dict(model, adapter_name=name)
+            held = ((key, gathered(tensor)) for key, tensor in state.items())
+            stored = load_file(path / ADAPTER_FILE).items()
+            _compare(f"{what}'s adapter {name!r}", held, stored, path, is_reader)
     elif any(directory.glob("*.safetensors")):
         held = CheckpointForm(model, splits_experts=False).convert(model_parameters(model))
         _compare(what, held, read_tensors(directory), directory, is_reader)
@@ -235,10 +227,12 @@ def _compare(
             dtypes[name] = tensor.dtype
     if not is_reader:
         return
-    saved = {
-        name: tensor_digest(tensor.to(dtypes.get(name, tensor.dtype))) for name, tensor in stored
-    }
-    if clause := differences(saved, digests):
+    saved = {}
+    for name, tensor in stored:
+        dtype = dtypes.get(name, tensor.dtype)
+        saved[name] = tensor_digest(tensor.to(dtype))
+    clause = differences(saved, digests)
+    if clause:
         raise RuntimeError(
             f"After resuming, the {what} does not hold what {path} holds: {clause}. Pass the model "
             "and the adapter that the run began with, or start a new run from the saved model."

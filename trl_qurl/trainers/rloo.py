@@ -19,14 +19,14 @@ from trl_qurl.trainers.scoring import Batch, learned_tokens
 
 
 class QuRLRLOOTrainer(GroupRolloutsMixin, RLOOTrainer):
-    """[`~trl.RLOOTrainer`] with rollouts from an actor: a quantized copy of the policy, updated
-    before each rollout.
+    """[`~trl.RLOOTrainer`] with rollouts from a quantized copy of the policy.
 
     RLOO clips the ratio R of a whole completion y. The objective (`args.objective`) weights each
     token's contribution to the gradient, with `"tis"` by its truncated importance ratio:
 
-        ∇J = A · R · Σ_t w_t · ∇log π_θ(y_t) where R is not clipped,    R = ∏_t π_θ(y_t) /
-        π_prox(y_t), w_t = min(ρ_t, C),    ρ_t = π_prox(y_t) / π_behav(y_t)
+        ∇J = A · R · Σ_t w_t · ∇log π_θ(y_t)    where R is not clipped
+        R = ∏_t π_θ(y_t) / π_prox(y_t)
+        w_t = min(ρ_t, C),    ρ_t = π_prox(y_t) / π_behav(y_t)
 
     Where π_prox is the policy at rollout time and π_behav the actor. Sources: the weight is
     FlashRL's (Eq. 5 of QuRL, arXiv 2602.13953); GSPO-token also combines token weights with a ratio
@@ -47,21 +47,20 @@ class QuRLRLOOTrainer(GroupRolloutsMixin, RLOOTrainer):
     _paper = QURL
 
     def _missing_logps(self, proximal_logps: torch.Tensor | None) -> Batch:
-        sampled = self.vllm_generation.samples.behavior_logps
-        logps = valid_logps([[token[0] for token in completion] for completion in sampled])
-        rows = [
-            torch.tensor([torch.nan if logp is None else logp for logp in row]) for row in logps
-        ]
-        behavior_logps = pad(rows, pad_to_multiple_of=self.pad_to_multiple_of)
-        behavior_logps = behavior_logps.to(self.accelerator.device)
-        return {"old_per_token_logps": proximal_logps, "sampling_per_token_logps": behavior_logps}
+        rows = [completion_logps(tokens) for tokens in self.vllm_generation.samples.behavior_logps]
+        behavior_logps = pad(rows, pad_to_multiple_of=self.pad_to_multiple_of)  # (B, T)
+        return {
+            "old_per_token_logps": proximal_logps,
+            "sampling_per_token_logps": behavior_logps.to(self.accelerator.device),
+        }
 
     def _objective_inputs(
         self, batch: Batch, proximal_logps: torch.Tensor
     ) -> dict[str, torch.Tensor]:
         inputs = super()._objective_inputs(batch, proximal_logps)
-        if inputs:  # one ratio per completion, (B,)
-            inputs["old_logps"] = (inputs["old_per_token_logps"] * learned_tokens(batch)).sum(1)
+        if inputs:  # one ratio per completion
+            learned_logps = inputs["old_per_token_logps"] * learned_tokens(batch)  # (B, T)
+            inputs["old_logps"] = learned_logps.sum(1)  # (B,)
         return inputs
 
     def _weigh(self, logps: torch.Tensor, inputs: Batch) -> torch.Tensor:
@@ -69,9 +68,18 @@ class QuRLRLOOTrainer(GroupRolloutsMixin, RLOOTrainer):
         return logps if weights is None else weigh_gradient(logps, weights)
 
 
+def completion_logps(tokens: list[list[float | None]]) -> torch.Tensor:
+    """Return the engine's log-probabilities of a completion's tokens, (T,), NaN where invalid.
+
+    vLLM returns a list for each token, here of the sampled token alone.
+    """
+    sampled = [logp for (logp,) in tokens]
+    [logps] = valid_logps([sampled])
+    return torch.tensor([torch.nan if logp is None else logp for logp in logps])
+
+
 def weigh_gradient(logps: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Multiply the gradient of each token's log-probability by a weight, without changing its
-    value.
+    """Multiply the gradient of each token's log-probability by a weight, and keep its value.
 
         log π_t → sg(log π_t) + w_t · (log π_t − sg(log π_t))
 

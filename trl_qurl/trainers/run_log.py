@@ -1,5 +1,4 @@
-"""The run log, `run.jsonl` in the output directory: one line of settings, then one line per logged
-row.
+"""The run log, `run.jsonl` in the output directory: a line of settings, then a line per row.
 
 A killed run loses only the line it was writing, and a full disk only the rows it has no room for.
 `trl_qurl.lab.runs` reads the log. Its mode is that of the other files in the directory, which users
@@ -14,7 +13,6 @@ import os
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -44,8 +42,7 @@ _locks: dict[Path, int] = {}  # open directories of this process's runs, by path
 
 
 def begin_log(path: Path, settings: dict[str, Any], history: Sequence[dict[str, Any]] = ()) -> None:
-    """Start a run's log: a new run's, or that of a run that resumes. No other run may write there
-    until `end_log`.
+    """Start the log of a run that is new or resumes. No other may write there until `end_log`.
 
     A new run renames an earlier run's file to the next free `run-1.jsonl`. A resumed run writes its
     file again with the rows of its checkpoint, because the steps after it will be repeated.
@@ -70,17 +67,27 @@ def begin_log(path: Path, settings: dict[str, Any], history: Sequence[dict[str, 
 
 def _write_log(path: Path, settings: dict[str, Any], history: Sequence[dict[str, Any]]) -> None:
     if path.exists() and not history:
-        backups = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in count(1))
-        path.rename(next(backup for backup in backups if not backup.exists()))
+        path.rename(_free_name(path))
     header = {"settings": _masked(_as_data(settings))}
+    lines = [_line(row) for row in [header, *history]]
     tmp = path.with_suffix(".tmp")
-    tmp.write_text("".join(map(_line, [header, *history])), encoding="utf-8")
+    tmp.write_text("".join(lines), encoding="utf-8")
     tmp.replace(path)
 
 
+def _free_name(path: Path) -> Path:
+    number = 1
+    while True:
+        backup = path.with_name(f"{path.stem}-{number}{path.suffix}")
+        if not backup.exists():
+            return backup
+        number += 1
+
+
 def append_row(path: Path, row: dict[str, Any]) -> None:
-    """Append a row to a run's log. If it cannot be written, as on a full disk, warn once: the row
-    is lost.
+    """Append a row to a run's log.
+
+    If it cannot be written, as on a full disk, the row is lost: warn once.
 
     Args:
         path: The log file.
@@ -139,9 +146,7 @@ def _lock(directory: Path, kind: int) -> int:
 
 
 def _forget_locks() -> None:
-    """Close a forked process's copies: a worker that outlives its run must not keep the directory
-    locked.
-    """
+    """Close a forked process's copies of the locks, which a worker may hold longer than the run."""
     for path in list(_locks):
         end_log(path)
 
@@ -150,9 +155,7 @@ os.register_at_fork(after_in_child=_forget_locks)
 
 
 def _end_of_rows(file: BinaryIO) -> int:
-    """Return where the last complete line ends; what follows is left of a row that could not be
-    written.
-    """
+    """Return where the last complete line ends. The rest is of a row that was cut short."""
     file.seek(-1, os.SEEK_END)
     if file.read() == b"\n":
         return file.tell()
@@ -162,12 +165,11 @@ def _end_of_rows(file: BinaryIO) -> int:
 
 @functools.cache
 def _warn_of_lost_rows(path: Path, reason: str) -> None:
-    advice = (
-        "Training goes on, and rows are logged again once they can be; free space, or check the "
-        "permissions."
-    )
     logger.warning(
-        "Rows are missing from %s, which cannot be written (%s). %s", path, reason, advice
+        "Rows are missing from %s, which cannot be written (%s). Training goes on, and rows are "
+        "logged again once they can be; free space, or check the permissions.",
+        path,
+        reason,
     )
 
 
@@ -181,27 +183,39 @@ def _as_data(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _masked(value: Any, is_secret: bool = False) -> Any:
-    """Return settings without secrets: texts whose name is that of a secret, and secrets inside
-    other texts.
-    """
+    """Return settings without texts whose name is that of a secret, or secrets inside others."""
     if isinstance(value, dict):
         return {
-            name: _masked(part, is_secret or bool(_SECRET_NAME.search(name)))
-            for name, part in value.items()
+            name: _masked(part, is_secret or _names_secret(name)) for name, part in value.items()
         }
     if isinstance(value, list):
-        options = [
-            str(item).startswith("--") and bool(_SECRET_NAME.search(str(item)))
-            for item in ["", *value]
-        ]
-        return [
-            _masked(item, is_secret or option) for item, option in zip(value, options, strict=False)
-        ]
+        return _masked_list(value, is_secret)
     if not isinstance(value, str):
         return value
-    if is_secret:
-        return HIDDEN
-    if value.startswith(("{", "[")):
+    return HIDDEN if is_secret else _masked_text(value)
+
+
+def _masked_list(values: list[Any], is_secret: bool) -> list[Any]:
+    masked = []
+    follows_option = False  # of a command line, as `--api-key`
+    for value in values:
+        masked.append(_masked(value, is_secret or follows_option))
+        text = str(value)
+        follows_option = text.startswith("--") and _names_secret(text)
+    return masked
+
+
+def _masked_text(text: str) -> str:
+    if text.startswith(("{", "[")):
         with suppress(ValueError):  # a setting written as JSON
-            return json.dumps(_masked(json.loads(value)))
-    return _SECRET_TEXT.sub(lambda found: (found[1] or "") + HIDDEN, value)
+            return json.dumps(_masked(json.loads(text)))
+    return _SECRET_TEXT.sub(_hide, text)
+
+
+def _hide(found: re.Match[str]) -> str:
+    mark = found[1] or ""
+    return mark + HIDDEN
+
+
+def _names_secret(name: str) -> bool:
+    return _SECRET_NAME.search(name) is not None

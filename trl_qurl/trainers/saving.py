@@ -1,5 +1,4 @@
-"""Quantized checkpoints of the policy for `vllm serve`, and the state of a rollout in a run's
-checkpoints.
+"""Quantized checkpoints of the policy, and the state of a rollout in a run's checkpoints.
 
 A quantized checkpoint reads parameters as a sync does (`merging.py`), and leaves the engine alone.
 
@@ -7,13 +6,11 @@ TRL keeps a rollout's tokens only in memory. Without its state, a small file per
 resumes inside a rollout would sample again and lose its place in the data.
 """
 
-import functools
-import itertools
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator, PartialState
@@ -23,8 +20,8 @@ from huggingface_hub import ModelCard
 from trl.trainer.utils import RepeatSampler
 
 from trl_qurl.quantization.checkpoint import CheckpointWriter
-from trl_qurl.quantization.checkpoint_form import plain_model
-from trl_qurl.quantization.storage import check_replaceable, set_dtype
+from trl_qurl.quantization.checkpoint_form import NamedTensors, plain_model
+from trl_qurl.quantization.storage import check_replaceable, set_dtype, write_atomically
 from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.adapter import adapter_rank, adapter_tensors, engine_rank, write_adapter
 from trl_qurl.rollout.backend import QuantizedVLLMGeneration
@@ -37,10 +34,17 @@ ADAPTER_DIRECTORY = "adapter"  # subdirectory of a quantized checkpoint
 STATE_FILE = "rollout_state_{}.pt"  # in a checkpoint, by process
 
 SHAPE = (
-    *("per_device_train_batch_size", "num_generations", "steps_per_generation", "num_iterations"),
-    *("gradient_accumulation_steps", "beta", "vllm_importance_sampling_correction"),
+    "per_device_train_batch_size",
+    "num_generations",
+    "steps_per_generation",
+    "num_iterations",
+    "gradient_accumulation_steps",
+    "beta",
+    "vllm_importance_sampling_correction",
 )
 """Settings that decide what a rollout's batches hold, and which of them comes next."""
+
+Part = TypeVar("Part")
 
 
 def write_quantized(
@@ -50,44 +54,99 @@ def write_quantized(
     card: Callable[[int], ModelCard],
     route: Route | None = None,
 ) -> None:
-    """Write a quantized checkpoint of the policy, and the card that `card` makes for the rank of an
-    adapter, or 0.
+    """Write a quantized checkpoint of the policy, whose tensors `weights` makes.
 
-    `weights` makes its tensors. With the `route` of an adapter that rollouts kept separate, it
-    stays so beside their frozen base; otherwise adapters are merged. A collective operation.
+    With the `route` of an adapter that rollouts kept separate, it stays so beside their frozen
+    base; otherwise adapters are merged. `card` makes the card, from the rank of a separate adapter
+    or 0. A collective operation.
     """
-    model, smoothing = generation.model, weights.smoothing
-    main_process_only(lambda: check_replaceable(path))
-    writer = CheckpointWriter(plain_model(model), generation.processing_class, weights.plan)
-    parameters: Iterable[Any]
+
+    def check() -> None:
+        if PartialState().is_main_process:
+            check_replaceable(path)
+
+    raise_everywhere(check)
     if route is None:
-        parameters = generation.policy_parameters()
-        tensors, adapter, rank = weights.tensors(parameters), None, 0
+        write_merged(generation, path, weights, card)
     else:
-        tensors, adapter, rank = (
-            route.starting_tensors(),
-            adapter_tensors(model),
-            engine_rank(adapter_rank(model)),
-        )
-        parameters = itertools.chain(tensors, adapter)
+        write_base_and_adapter(generation, path, weights, card, route)
+
+
+def write_merged(
+    generation: QuantizedVLLMGeneration,
+    path: Path,
+    weights: WeightStream,
+    card: Callable[[int], ModelCard],
+) -> None:
+    """Write the policy, quantized, with its adapter merged. A collective operation."""
+    writer = _writer(generation, weights)
 
     def write_beside(tmp: Path) -> None:
-        if adapter is not None:
-            write_adapter(model, adapter, tmp / ADAPTER_DIRECTORY)
-        card(rank).save(tmp / "README.md")
-        set_dtype(tmp, generation.weights.grid)
+        _finish(generation, tmp, card(0))
 
-    with smoothing.pause() if smoothing else nullcontext():
-        main_process_only(lambda: writer.write(tensors, path, write_beside), parameters)
+    def write(parameters: NamedTensors) -> None:
+        writer.write(weights.tensors(parameters), path, write_beside)
+
+    with weights.smoothing.pause() if weights.smoothing else nullcontext():
+        read_in_main_process(generation.policy_parameters(), write)
 
 
-def main_process_only(act: Callable[[], None], parameters: Iterable[Any] = ()) -> None:
-    """Run `act` in the main process, and raise its error everywhere; all processes exhaust
-    `parameters`.
+def write_base_and_adapter(
+    generation: QuantizedVLLMGeneration,
+    path: Path,
+    weights: WeightStream,
+    card: Callable[[int], ModelCard],
+    route: Route,
+) -> None:
+    """Write the quantized base that the engine started from, and the adapter in a subdirectory.
+
+    A collective operation.
     """
-    # gathering is collective
-    drain: Callable[[], object] = functools.partial(deque, parameters, maxlen=0)
-    raise_everywhere(lambda: act() if PartialState().is_main_process else drain(), join=drain)
+    model = generation.model
+    writer = _writer(generation, weights)
+    # The main process alone notices if the base's files are gone.
+    base = raise_everywhere(route.starting_tensors)
+    # Copied, because a launcher may free them again.
+    adapter = [(name, tensor.to("cpu", copy=True)) for name, tensor in adapter_tensors(model)]
+
+    def write_beside(tmp: Path) -> None:
+        write_adapter(model, adapter, tmp / ADAPTER_DIRECTORY)
+        _finish(generation, tmp, card(engine_rank(adapter_rank(model))))
+
+    def write(tensors: NamedTensors) -> None:
+        writer.write(tensors, path, write_beside)
+
+    read_in_main_process(base, write)
+
+
+def _writer(generation: QuantizedVLLMGeneration, weights: WeightStream) -> CheckpointWriter:
+    model = plain_model(generation.model)
+    return CheckpointWriter(model, generation.processing_class, weights.plan)
+
+
+def _finish(generation: QuantizedVLLMGeneration, directory: Path, card: ModelCard) -> None:
+    card.save(directory / "README.md")
+    set_dtype(directory, generation.weights.grid)
+
+
+def read_in_main_process(parts: Iterable[Part], read: Callable[[Iterator[Part]], None]) -> None:
+    """Let `read` go through the parts in the main process, and raise its error everywhere.
+
+    Making a part may be collective. So the other processes go through all of them, too, and after
+    an error the main process goes through the rest.
+    """
+    unread = iter(parts)
+
+    def skip() -> None:
+        deque(unread, maxlen=0)
+
+    def read_or_skip() -> None:
+        if PartialState().is_main_process:
+            read(unread)
+        else:
+            skip()
+
+    raise_everywhere(read_or_skip, join=skip)
 
 
 def save_rollout_state(
@@ -97,18 +156,16 @@ def save_rollout_state(
     path = checkpoint / STATE_FILE.format(accelerator.process_index)
     checkpoint.mkdir(parents=True, exist_ok=True)
     shape = {name: getattr(args, name, None) for name in SHAPE}  # RLOO lacks some
-    torch.save(
-        state | {"processes": accelerator.num_processes, "shape": shape},
-        tmp := path.with_suffix(".tmp"),
-    )
-    tmp.replace(path)
+    contents = state | {"processes": accelerator.num_processes, "shape": shape}
+    write_atomically(path, lambda tmp: torch.save(contents, tmp))
 
 
 def load_rollout_state(
     checkpoint: Path, accelerator: Accelerator, args: Any
 ) -> dict[str, Any] | None:
-    """Read this process's state, without a rollout of another shape; `None` if missing or of other
-    processes.
+    """Read this process's state, without a rollout of another shape.
+
+    `None` if it is missing, or of another number of processes.
     """
     path = checkpoint / STATE_FILE.format(accelerator.process_index)
     if not all(gather_object([path.exists()])):
@@ -123,19 +180,16 @@ def load_rollout_state(
             "changed."
         )
         state |= {"step": 0, "batches": None, "ahead": None}
-    # Otherwise processes with a file would continue the rollout and draws of prompts, and those
-    # without start over.
-    return (
-        send_to_device(state, accelerator.device)
-        if state["processes"] == accelerator.num_processes
-        else None
-    )
+    if state["processes"] != accelerator.num_processes:
+        # Processes with a file would continue the rollout and draws of prompts, and those without
+        # start over.
+        return None
+    return send_to_device(state, accelerator.device)
 
 
 def skip_epochs(sampler: RepeatSampler | None, epoch: float | None) -> None:
-    """Draw the orders of completed epochs again: a resumed process seeds the sampler's generator
-    again.
-    """
-    if sampler is not None and sampler.shuffle:
-        for _ in range(int(epoch or 0)):
-            next(iter(sampler))
+    """Draw the orders of completed epochs again, for a resumed process seeds its sampler again."""
+    if sampler is None or not sampler.shuffle:
+        return
+    for _ in range(int(epoch or 0)):
+        next(iter(sampler))
