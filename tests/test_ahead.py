@@ -185,14 +185,14 @@ def before_begin(trainer, rollout, act):
     a step ends.
     """
     client, begun = trainer.vllm_generation.vllm_client, iter(range(1, ROLLOUTS))
-    generate = client.generate
+    begin = client.begin
 
-    def begin(*args, **kwargs):
-        if client.out is not None and client.out.future is None and next(begun) == rollout:
+    def begin_after(*args, **kwargs):
+        if next(begun) == rollout:
             act()
-        return generate(*args, **kwargs)
+        return begin(*args, **kwargs)
 
-    client.generate = begin
+    client.begin = begin_after
 
 
 def test_dies_while_a_rollout_is_out(deployment, delayed):
@@ -211,7 +211,7 @@ def test_restarts_with_old_weights_after_a_rollout(deployment, delayed):
     ahead = build(deployment)
 
     def lose():
-        wait([ahead.vllm_generation.vllm_client.out.future])
+        wait([ahead.vllm_generation.vllm_client.begun.future])
         deployment.lose_and_wait()
 
     ahead.add_callback(at_step(3, lose))

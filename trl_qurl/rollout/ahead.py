@@ -1,5 +1,4 @@
-"""Rollouts one step ahead: a server generates rollout k + 1 while the trainer learns from rollout
-k.
+"""Rollouts one step ahead: a server generates rollout k + 1 while the trainer learns from k.
 
 With `rollouts_ahead=1`, two calls of TRL's at the start of rollout k do more than usual:
 
@@ -7,6 +6,10 @@ With `rollouts_ahead=1`, two calls of TRL's at the start of rollout k do more th
    engine is idle then, and the policy's current weights θ_k are sent and checked as always.
 2. `generate` returns the collected rollout, and lets the server begin rollout k + 1, which θ_k
    samples.
+
+Both go through TRL's own code, which gathers the prompts of all processes, asks the client in the
+main process to `generate`, and gives each process its part of the answer. While a rollout begins or
+is collected, the client's `begin` or `collect` stands in for its `generate`.
 
 The trainer scores rollout k and learns from it in the meantime, so the weights that sample a
 rollout are always one rollout old. Only the HTTP request runs on a thread of its own; every
@@ -25,7 +28,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
@@ -39,6 +42,7 @@ from trl_qurl.rollout.backend import QuantizedVLLMGeneration, Samples, Tokens
 from trl_qurl.rollout.background import in_background
 from trl_qurl.rollout.engine.served import ServedEngine
 from trl_qurl.rollout.errors import ServerError
+from trl_qurl.rollout.substitution import substitute
 
 logger = get_logger(__name__)  # of the main process
 
@@ -46,52 +50,51 @@ ABORT_SECONDS = 30.0  # for a server to abort a rollout
 
 
 @dataclass
-class Request:
-    """A request to generate in the background: the next call of `generate` sends it, and the one
-    after answers it.
-    """
+class Begun:
+    """A request to generate that the server has begun to answer."""
 
-    future: Future | None = None  # once it is sent
-    # that the server took; `None` before the answer, and if there is none
-    seconds: float | None = None
+    future: Future  # of the answer, and the seconds that it took
+    seconds: float | None = None  # `None` before the answer, and if there is none
 
 
 class AheadEngine(ServedEngine):
     """[`ServedEngine`] that can generate in the background."""
 
-    out: Request | None = None  # from before it is sent until it is answered
+    begun: Begun | None = None  # until it is collected
 
-    def generate(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Generate as the parent does, unless a `Request` is out: then send it, or return its
-        answer.
-        """
-        request = self.out
-        if request is None:
+    def begin(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Send a request as `generate` does, and answer that there is nothing yet."""
+        self.begun = Begun(in_background(_timed, super().generate, *args, **kwargs))
+        return {"prompt_ids": [], "completion_ids": [], "logprobs": None}
+
+    def collect(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return the answer to what was begun; generate, if a fault has ended that."""
+        begun = self.begun
+        if begun is None:
             return super().generate(*args, **kwargs)
-        if request.future is None:
-            request.future = in_background(_timed, super().generate, *args, **kwargs)
-            return {"prompt_ids": [], "completion_ids": [], "logprobs": None}
-        wait([request.future])  # an interrupt leaves it to `drop`
-        self.out = None
-        output, request.seconds = request.future.result()
+        wait([begun.future])  # an interrupt leaves it to `drop`
+        self.begun = None
+        output, begun.seconds = begun.future.result()
         return output
 
     def reconnect(self, total_timeout: float) -> None:
-        """Reconnect as the parent does, without what was out before the fault."""
-        self.out = None
+        """Reconnect as the parent does, without what was begun before the fault."""
+        self.begun = None
         super().reconnect(total_timeout)
 
     def drop(self) -> None:
-        """Abort what is out, so that neither a thread nor a request is left."""
-        request, self.out = self.out, None
-        out = None if request is None else request.future
+        """Abort what was begun, so that neither a thread nor a request is left."""
+        if self.begun is None:
+            return
+        future = self.begun.future
+        self.begun = None
         failure = self._failure
         deadline = time.monotonic() + ABORT_SECONDS
         # The request may not have reached the engine when the first abort does.
-        while out is not None and not out.done() and time.monotonic() < deadline:
+        while not future.done() and time.monotonic() < deadline:
             with suppress(ServerError):
                 self._post("/abort_requests", json={})
-            wait([out], timeout=0.2)
+            wait([future], timeout=0.2)
         self._failure = failure  # an aborted request is no fault
 
 
@@ -102,13 +105,12 @@ def _timed(call: Callable, *args: Any, **kwargs: Any) -> tuple[Any, float]:
 
 @dataclass
 class Rollout:
-    """A rollout that is out or collected."""
+    """A rollout that was begun or collected."""
 
     prompts: Tokens  # of this process, one per completion
     group_size: int  # completions per prompt
     step: int  # optimizer steps when the weights that sample it were sent
-    # of TRL's `generate`, for this process; `None` while the rollout is out
-    output: tuple | None = None
+    output: tuple | None = None  # of TRL's `generate`, for this process, once it is collected
     waited_s: float = 0.0  # that the trainer has waited for it
 
 
@@ -121,60 +123,59 @@ class AheadVLLMGeneration(QuantizedVLLMGeneration):
     _next: Rollout | None = None  # from when it begins until it is returned
 
     def sync_weights(self) -> None:
-        """Collect the rollout that is out, then send the weights as the parent does."""
+        """Collect the rollout that was begun, then send the weights as the parent does."""
         self.collect()
         super().sync_weights()
 
     def generate(self, prompts: Tokens, images: Any, num_generations: int, **kwargs: Any) -> tuple:
-        """Return the rollout of these prompts, generated ahead if it was, and begin the upcoming
-        one.
-        """
+        """Return these prompts' rollout, generated ahead if it was, and begin the upcoming one."""
         self.collect()
-        step, waited_s = self._global_step(), 0.0
-        output, sampled_at = None, step
+        step = self._global_step()
+        rollout = Rollout(prompts, num_generations, step)
         if self.upcoming is not None and self._next is not None:
-            waited_s = self._next.waited_s
+            rollout.waited_s = self._next.waited_s
             if all(gather_object([self._next.prompts == prompts])):
-                output, sampled_at = self._next.output, self._next.step
+                rollout = self._next
             self._next = None
-        if output is None:  # the first rollout, or an evaluation
-            output = super().generate(
+        if rollout.output is None:  # the first rollout, or an evaluation
+            rollout.output = super().generate(
                 prompts=prompts, images=images, num_generations=num_generations, **kwargs
             )
         if self.upcoming is not None:
-            self.cost.metrics |= {
-                "time/wait_for_rollout_s": waited_s,
-                "rollout/staleness": float(step - sampled_at),
-            }
+            self.cost.metrics["time/wait_for_rollout_s"] = rollout.waited_s
+            self.cost.metrics["rollout/staleness"] = float(step - rollout.step)
         if self.upcoming:
             self._next = Rollout(self.upcoming, num_generations, step)
-            if self.accelerator.is_main_process:
-                self.vllm_client.out = Request()
-            self._sample(self._next.prompts, None, num_generations)
-        self.samples = Samples(prompts, output[1], output[2], images is not None)
-        return output
+            with self._asking_to("begin"):
+                self._sample(self._next.prompts, None, num_generations)
+        completions, logps = rollout.output[1:3]
+        self.samples = Samples(prompts, completions, logps, images is not None)
+        return rollout.output
 
     def collect(self) -> None:
-        """Wait for the rollout that is out; if it is lost, generate it again. A collective
-        operation.
-        """
+        """Wait for the rollout that was begun; if it is lost, generate it again. Collective."""
         rollout = self._next
         if rollout is None or rollout.output is not None:
             return
-        request = self.vllm_client.out if self.accelerator.is_main_process else None
-        started, version, generated_before = (
-            time.perf_counter(),
-            self.sync.version,
-            self.cost.generate_s,
-        )
-        rollout.output = super().generate(
-            prompts=rollout.prompts, images=None, num_generations=rollout.group_size
-        )
+        begun = self.vllm_client.begun if self.accelerator.is_main_process else None
+        started = time.perf_counter()
+        version = self.sync.version
+        generated_before = self.cost.generate_s
+        with self._asking_to("collect"):
+            rollout.output = super().generate(
+                prompts=rollout.prompts, images=None, num_generations=rollout.group_size
+            )
         rollout.waited_s += time.perf_counter() - started
-        if request is not None and request.seconds is not None:
-            self.cost.generate_s = generated_before + request.seconds
+        if begun is not None and begun.seconds is not None:
+            self.cost.generate_s = generated_before + begun.seconds
         if self.sync.version != version:
             rollout.step = self._global_step()
+
+    def _asking_to(self, method: str) -> AbstractContextManager[None]:
+        """Inside the block, TRL's code calls this method where it calls the client's `generate`."""
+        if not self.accelerator.is_main_process:
+            return nullcontext()
+        return substitute(self.vllm_client, "generate", getattr(self.vllm_client, method))
 
     def state(self) -> dict[str, Any] | None:
         """Return the rollout generated ahead, for a checkpoint. A collective operation."""
@@ -204,23 +205,23 @@ class UpcomingRows:
     def __init__(self, sampler: RepeatSampler, dataset: Any, accelerator: Accelerator) -> None:
         # completions per rollout, over all processes
         size = sampler.batch_size * sampler.mini_repeat_count
-        self._dataset, self._accelerator = dataset, accelerator
+        self._dataset = dataset
+        self._accelerator = accelerator
         self._limit = len(sampler) // (size * sampler.repeat_count) + 1  # rollouts of an epoch
         self._rollouts = _rollouts(sampler, size)
         self._following = next(self._rollouts)
 
     def after(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return this process's rows of the rollout that follows the one with `rows`; none if that
-        is not found.
+        """Return this process's rows of the rollout after the one with `rows`.
 
-        A resumed run finds its place by its rows. A collective operation.
+        There are none if that is not found. A resumed run finds its place by its rows. Collective.
         """
         for _ in range(self._limit):
-            current, self._following = self._following, next(self._rollouts)
-            found = [row["prompt"] for row in rows] == [
-                row["prompt"] for row in self._of_this_process(current)
-            ]
-            if all(gather_object([found])):
+            current = self._following
+            self._following = next(self._rollouts)
+            prompts = [row["prompt"] for row in self._of_this_process(current)]
+            is_found = prompts == [row["prompt"] for row in rows]
+            if all(gather_object([is_found])):
                 return self._of_this_process(self._following)
         self._limit = 0
         logger.warning_once(
@@ -236,8 +237,9 @@ class UpcomingRows:
 
 
 def _rollouts(sampler: RepeatSampler, size: int) -> Iterator[list[int]]:
-    """Yield the rows of each rollout, epoch after epoch; the sampler repeats them for every
-    micro-batch.
+    """Yield the rows of each rollout, epoch after epoch.
+
+    The sampler repeats them for every micro-batch.
     """
     while True:
         indices = iter(sampler)
