@@ -141,20 +141,20 @@ class MismatchTally:
 class Summary(NamedTuple):
     """What TRL logs of values of all processes."""
 
-    mean: float
-    largest: float
-    least: float
+    mean: float  # of the means of all processes
+    largest: float  # value
+    least: float  # value
 
 
 class Sums(NamedTuple):
     """Sums over the tokens with a behavior log-probability, unless said otherwise."""
 
-    tokens: float
+    tokens: float  # 1
     log_ratio: float  # log ρ
     k3: float  # ρ − 1 − log ρ
-    k3_squared: float
+    k3_squared: float  # (ρ − 1 − log ρ)²
     ratio: float  # ρ
-    ratio_squared: float
+    ratio_squared: float  # ρ²
     capped: float  # tokens with ρ > C
     contradicted: float  # tokens with π_behav ≥ 1/2 and ρ < e⁻²
     invalid: float  # tokens without a behavior log-probability
