@@ -152,7 +152,7 @@ class Sums(NamedTuple):
     tokens: float  # 1
     log_ratio: float  # log ρ
     k3: float  # ρ − 1 − log ρ
-    k3_squared: float  # (ρ − 1 − log ρ)²
+    k3_squared: float  # square of the same
     ratio: float  # ρ
     ratio_squared: float  # ρ²
     capped: float  # tokens with ρ > C
