@@ -248,7 +248,7 @@ def test_a_server_that_refuses_says_why_and_nobody_hangs(ends):
     assert client._broadcast.wait(5.0), "a run that recovers opens another one"
     # Half loaded, vLLM cannot be loaded again; whoever tries is told.
     with pytest.raises(
-        RuntimeError, match="An earlier load of weights failed halfway.*restart the server"
+        RuntimeError, match="An earlier load of weights failed halfway.*restart the engine"
     ):
         worker.load_rollout_weights({"version": "v2"}, weights_iterator=iter(()))
 

@@ -30,9 +30,7 @@ from trl_qurl.rollout.wire import Engine, TensorMetadata, WeightUpdate
 
 @dataclass(eq=False)
 class Route(ABC):
-    """A route of whole weights from one policy to one engine. All methods are collective
-    operations.
-    """
+    """A route of weights from one policy to one engine. All methods are collective operations."""
 
     model: Any
     weights: WeightStream  # of this model
@@ -57,7 +55,7 @@ class Route(ABC):
         """
         self.engine, self.dtype = engine, getattr(torch, dtype) if dtype else None
 
-    def check(self) -> None:  # noqa: B027
+    def check_base(self) -> None:  # noqa: B027
         """Raise `SyncError` if a server lacks what is not sent."""
 
     def tensors(self) -> Tensors:
@@ -173,7 +171,7 @@ class AdapterRoute(CheckpointRoute):
         if self.rounds_base:
             round_base(self.model.get_base_model(), self.weights.plan, engine_dtype)
 
-    def check(self) -> None:  # noqa: D102
+    def check_base(self) -> None:  # noqa: D102
         if self.is_served:
             raise_everywhere(
                 lambda: self.engine.check_base(self.digests or {}) if self.engine else None

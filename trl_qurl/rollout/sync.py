@@ -1,26 +1,23 @@
 """One sync: send the policy's current weights, quantized, and verify that they have arrived.
 
-The path of a weight tensor, file by file:
+Nothing is pushed: vLLM's loader pulls one generator, and each file up to the sixth works when it
+asks for the next tensor. The path of a weight:
 
 1. `quantization/merging.py`: iterates over the policy's parameters, gathered (FSDP, ZeRO-3), with
    adapters merged.
-2. `rollout/sync.py` (this file): names the update, and meters its stream of tensors (bytes,
-   seconds, digests).
-3. `quantization/stream.py`: splits parameters as the model's checkpoint does
-   (`checkpoint_form.py`), and turns each weight into the tensors of its format, one layer at a
-   time.
-4. `quantization/smoothing.py`: folds scales into the weights of INT8 layers and of what feeds them.
-5. `quantization/scheme.py`, `quantization/packing.py`: rounding and packing, with
-   compressed-tensors.
-6. `rollout/routes.py`: sends them as a stream, or as files (`rollout/directory.py`,
-   `quantization/storage.py`).
+2. `quantization/checkpoint_form.py`: renames and splits them as the model's checkpoint does.
+3. `quantization/smoothing.py`: folds scales into the weights of INT8 layers and of what feeds them.
+4. `quantization/stream.py`, `scheme.py`, `packing.py`: rounds and packs each weight, one layer at a
+   time, with compressed-tensors.
+5. `rollout/checks/tensors.py`: looks for NaN, and meters the stream (bytes, seconds, digests).
+6. `rollout/routes.py`: hands the stream over, or writes files (`directory.py`, `storage.py`).
 7. `rollout/engine/colocated.py` or `served.py`: one call to the engine's workers. A stream to a
    server goes over NCCL (`broadcast.py`).
-8. `rollout/engine/worker.py`: vLLM's own reload, in the worker, with fixes (`rollout/repairs/`).
-9. `rollout/repairs/incomplete_reload.py`: layers that the reload left incomplete.
-10. `rollout/checks/tensors.py`: digests on arrival.
+8. `rollout/engine/worker.py`: the receiver's digests, around vLLM's own reload, with
+   `rollout/repairs/`. One of these makes an error of layers that the reload left incomplete.
+9. Back here, `verify`: no NaN, equal digests, the new version.
 
-What the engine computes with them shows in the next rollout (`trainers/guard.py`).
+What the engine computes with the weights shows in the next rollout (`trainers/guard.py`).
 """
 
 import uuid
@@ -81,17 +78,17 @@ class WeightSync:
         `RuntimeError` if it could not load them (`ServerError` from a server).
         """
         route = self.route
-        is_checked = self.settings.sync_check_interval > 0 or is_repeated
+        has_digests = self.settings.sync_check_interval > 0 or is_repeated
         if route.weights.smoothing is not None and not is_repeated:
             route.weights.smoothing.begin_sync()
-        if is_repeated or (is_checked and self._count == 0):
+        if is_repeated or (has_digests and self._count == 0):
             with self.cost.timed("check_s"):
-                route.check()
+                route.check_base()
         self.needs_proof |= self._is_due(is_repeated)
         with self.cost.timed("sync_s"):
             self._count += 1
             self.version = f"{self._run}-step{self.global_step()}-sync{self._count}"
-            self._send(is_checked)
+            self._send(has_digests)
             if torch.accelerator.is_available():
                 # The engine has streams of its own, and seconds should include its copies.
                 torch.accelerator.synchronize()
@@ -109,16 +106,16 @@ class WeightSync:
         is_nccl = self.route.is_served and self.route.folder is None
         return is_nccl or self._count % interval == 0
 
-    def _send(self, is_checked: bool) -> None:
+    def _send(self, has_digests: bool) -> None:
         route = self.route
         not_finite: list[str] = []  # tensors with NaN or infinity
         tensors = find_not_finite(route.tensors(), not_finite)
         # Of several processes with an engine, only those that write its files can compare them with
         # what it received.
         is_source = route.engine is not None and (route.folder is None or route.folder.is_writer)
-        stream = MeteredStream(tensors, {} if is_checked and is_source else None)
+        stream = MeteredStream(tensors, {} if has_digests and is_source else None)
         noise = f"seed{self.settings.seed}-step{self.global_step()}" if route.is_served else None
-        route.send(WeightUpdate(self.version, is_checked, noise=noise), stream)
+        route.send(WeightUpdate(self.version, has_digests, noise=noise), stream)
 
         def verify() -> None:
             require_finite(not_finite)

@@ -150,9 +150,10 @@ class QuantizedEngineMixin(CheckpointsMixin):
 
     @property
     def _last_loaded_step(self) -> int:
-        """TRL sends weights unless this is the current step. Its own value misses other changes.
+        """Decides whether TRL syncs before it generates: unless this is the current step.
 
-        Reading it compares the weights with those sent last, in all processes together.
+        TRL's own value misses changes between two steps. Reading this one compares the weights with
+        those sent last, in all processes together.
         """
         return self.vllm_generation.loaded_step()
 

@@ -136,6 +136,8 @@ class QuRLGRPOTrainer(GroupRolloutsMixin, GRPOTrainer):
     def _scores_in_update(self) -> bool:
         """Whether all tokens are trained on before the policy changes, by our loss, without noise.
 
+        That is so with one update per rollout, or several rollouts per update. Then there is no
+        pass in advance: `_complete_inputs` fills the loss's inputs, and `_record_update` judges.
         A subclass with its own loss or forward pass gets a batch that is scored in advance, and so
         does a model with dropout, which the engine does not have.
         """

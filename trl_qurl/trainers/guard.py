@@ -1,8 +1,13 @@
 """Judge the engine by the tokens it samples: does rounding explain how far it is from the policy?
 
 A sync proves that what was sent has arrived. What the engine computes with it, and what a missing
-sync, a setting or a tied weight does, shows in the tokens only. Their metrics (`mismatch_metrics`)
-are the same in all processes, so all act at the same step.
+sync, a setting or a tied weight does, shows in the tokens only. There are two judgements:
+
+- `prove` belongs to the sync. It is due when `WeightSync.needs_proof`, and raises `SyncError`.
+  `sync_check_interval` alone governs it.
+- `observe` is the guard. It judges each rollout, and warns or stops, as `mismatch_guard` says.
+
+The metrics (`mismatch_metrics`) are the same in all processes, so all act at the same step.
 """
 
 import math

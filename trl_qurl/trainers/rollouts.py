@@ -1,8 +1,18 @@
-"""Rollouts in groups, as of GRPO and RLOO: generated, scored, learned from, kept for a resume.
+"""Rollouts in groups, as of GRPO, PPO and RLOO: scored by the policy, learned from, and kept.
 
-One step, in the order of the methods below: TRL's trainer tokenizes prompts and generates, and a
-forward pass of the policy scores the completions, in advance or inside the update. Both
-log-probabilities become the inputs of TRL's loss, and the mismatch.
+One step, and which method holds each part of it:
+
+- Prompts: TRL's, and `_tokenize_prompts`.
+- Sync: TRL reads `_last_loaded_step` (`engine.py`), which compares the policy with what was sent,
+  and calls `sync_weights` of the backend (`rollout/backend.py`).
+- Generated: the backend's `generate`.
+- Rewards: TRL's `_calculate_rewards`.
+- Log-probabilities of the policy: `_get_per_token_logps_and_entropies`, in a pass in advance, or
+  inside the loss (`_scores_in_update`).
+- Judged: `_record_mismatch` (`engine.py`, `guard.py`), before the rollout is learned from; without
+  a pass in advance, at its last micro-batch, before the optimizer's step.
+- Learned from: `_compute_loss`.
+- Kept for a resume: `_rollout_state`.
 """
 
 import itertools
@@ -30,14 +40,14 @@ from trl_qurl.trainers.prompts import LongestPrompt, measure_prompts
 from trl_qurl.trainers.reference import load_reference, save_reference, warn_of_another_reference
 from trl_qurl.trainers.resuming import read_whole
 from trl_qurl.trainers.saving import load_rollout_state, save_rollout_state, skip_epochs
-from trl_qurl.trainers.scoring import Batch, ScoringPass, cap_of, learned_tokens, loss_metrics
+from trl_qurl.trainers.scoring import Batch, PolicyPass, cap_of, learned_tokens, loss_metrics
 
 CALIBRATION_PROMPTS = 8  # for smoothing
 LONGEST_PROMPT = 512  # tokens of these
 
 
 class GroupRolloutsMixin(QuantizedEngineMixin):
-    """[`QuantizedEngineMixin`] for trainers that score groups of completions, as GRPO and RLOO.
+    """[`QuantizedEngineMixin`] for trainers that compute log-probabilities of groups, as GRPO.
 
     It measures the mismatch of all completions, generates ahead, and resumes inside a rollout. With
     a setting `objective`, it computes TRL's loss on the objective's inputs.
@@ -48,7 +58,7 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
     _learns_within_groups = True  # from rewards that differ within a group, not only between groups
     _train_sampler: RepeatSampler | None = None
     _buffered_inputs: Any  # TRL's batches of the current rollout
-    _pass: ScoringPass | None = None  # inside `_watch_pass`
+    _pass: PolicyPass | None = None  # inside `_watch_pass`
     _upcoming_rows: UpcomingRows | None = None
     _longest_prompt: LongestPrompt
 
@@ -139,11 +149,11 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
         if self._ahead is not None:
             is_training = self._mode == "train"
             self._ahead.upcoming = self._upcoming_prompts(inputs) if is_training else None
-        scored = ScoringPass(is_scoring=not self._scores_in_update)
-        with named_rewards(self.reward_func_names), self._watch_pass(scored):
+        in_advance = PolicyPass(teaches_smoothing=not self._scores_in_update)
+        with self._watch_pass(in_advance):
             batch = super()._generate_and_score_completions(inputs)
-        self._record({"time/logps_s": scored.seconds})
-        batch |= self._missing_logps(scored.logps)
+        self._record({"time/logps_s": in_advance.seconds})
+        batch |= self._missing_logps(in_advance.logps)
         if "old_per_token_logps" in batch and "sampling_per_token_logps" in batch:
             self._tally(batch, batch["old_per_token_logps"])
             self._record_mismatch()
@@ -153,11 +163,15 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
         return batch
 
     def _missing_logps(self, proximal_logps: torch.Tensor | None) -> Batch:
-        """Return log-probabilities that TRL's trainer leaves out of its batch.
+        """Return log-probabilities that TRL's trainer leaves out of its batch, as RLOO's does.
 
-        It is given the policy's, (B, T), if TRL has scored in advance.
+        It is given the policy's, (B, T), if there was a pass in advance.
         """
         return {}
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        with named_rewards(self.reward_func_names):
+            return super()._calculate_rewards(*args, **kwargs)
 
     def _has_signal(self, metrics: dict[str, float]) -> bool:
         """Return whether a rollout with these metrics has rewards to learn from."""
@@ -171,7 +185,7 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
         return metrics["reward_std"] > 0
 
     @contextmanager
-    def _watch_pass(self, watched: ScoringPass) -> Iterator[None]:
+    def _watch_pass(self, watched: PolicyPass) -> Iterator[None]:
         """Let `watched` see the forward passes inside the block."""
         self._pass = watched
         try:
@@ -182,13 +196,15 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> tuple:
         started = time.perf_counter()
         watched = self._pass
-        is_first = watched is not None and watched.logps is None
-        is_scoring = watched is not None and watched.is_scoring and is_first and model.training
-        in_advance = model.training and not torch.is_grad_enabled()
-        with self._watch_activations(is_scoring):
-            if in_advance:
-                model.eval()  # the engine has no dropout either
-            logps, *others = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+        teaches = watched is not None and watched.teaches_smoothing and watched.logps is None
+        is_training = model.training
+        in_advance = is_training and not torch.is_grad_enabled()
+        if in_advance:
+            model.eval()  # the engine has no dropout either
+        try:
+            with self._watch_activations(teaches and is_training):
+                logps, *others = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+        finally:
             if in_advance:
                 model.train()
         if watched is not None:
@@ -203,27 +219,32 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
     def _compute_loss(self, model: Any, inputs: Batch) -> torch.Tensor:
         """Compute TRL's loss on the objective's inputs, and record metrics of the update."""
         inputs = dict(inputs)
+        # TRL's name for them. Below, it holds the denominator of the clipped ratio.
         proximal_logps = inputs.get("old_per_token_logps")
-        if proximal_logps is not None:
+        in_loss = PolicyPass(teaches_smoothing=False, inputs=inputs)
+        if proximal_logps is None:
+            in_loss.teaches_smoothing = True
+            in_loss.completes_inputs = True
+        else:
             inputs |= self._objective_inputs(inputs, proximal_logps)
-        scored = ScoringPass(is_scoring=proximal_logps is None, inputs=inputs)
-        with self._watch_pass(scored):
+        with self._watch_pass(in_loss):
             loss = super()._compute_loss(model, inputs)
-        if scored.logps is not None:  # else a subclass scores without our forward pass
-            self._record_update(inputs, scored.logps, proximal_logps)
+        if in_loss.logps is not None:  # else a subclass computes them without our forward pass
+            self._record_update(inputs, in_loss.logps, proximal_logps)
         return loss
 
-    def _complete_inputs(self, scored: ScoringPass, logps: torch.Tensor) -> torch.Tensor:
+    def _complete_inputs(self, watched: PolicyPass, logps: torch.Tensor) -> torch.Tensor:
         """Complete the inputs of TRL's loss by what its own forward pass has computed.
 
         TRL reads them after that pass: the objective's inputs of a rollout that was not scored in
         advance, and the log-probabilities that this method returns, (B, T).
         """
-        if scored.inputs is None:  # not inside the loss
+        if watched.inputs is None:  # not inside the loss
             return logps
-        if scored.is_scoring:
-            scored.inputs |= self._objective_inputs(scored.inputs, logps.detach())
-        return self._weigh(logps, scored.inputs)
+        if watched.completes_inputs:
+            # In place: TRL's loss holds this dictionary.
+            watched.inputs |= self._objective_inputs(watched.inputs, logps.detach())
+        return self._weigh(logps, watched.inputs)
 
     def _objective_inputs(self, batch: Batch, proximal_logps: torch.Tensor) -> Batch:
         """Return the inputs from which TRL's loss computes the objective, (B, T) each."""
@@ -242,7 +263,7 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
         return {"old_per_token_logps": terms.old_logps, "importance_sampling_ratio": terms.weight}
 
     def _weigh(self, logps: torch.Tensor, inputs: Batch) -> torch.Tensor:
-        """Return what TRL's loss takes for the policy's log-probabilities, (B, T)."""
+        """Return what TRL's loss takes for the policy's log-probabilities, (B, T); RLOO weighs."""
         return logps
 
     def _record_update(

@@ -19,11 +19,16 @@ SCORED_TOKENS = 64  # of each, from its beginning
 
 
 @dataclass
-class ScoringPass:
-    """A trainer's forward passes inside a block, of which the first scores the policy."""
+class PolicyPass:
+    """A trainer's forward passes inside a block, of which the first is kept.
 
-    is_scoring: bool  # whether the first scores the current rollout
+    Before an update, that may be the reference model's, if none is made in advance: nobody reads it
+    then.
+    """
+
+    teaches_smoothing: bool  # whether smoothing learns from the first
     inputs: Batch | None = None  # of TRL's loss, if the passes are inside it
+    completes_inputs: bool = False  # whether the first completes them
     logps: torch.Tensor | None = None  # of the first, (B, T), without gradient
     seconds: float = 0.0
 
