@@ -1,3 +1,1 @@
-"""Rollouts: TRL's backend on quantized weights (`backend`), the `engine`, the `checks` of a sync,
-and metrics.
-"""
+"""Rollouts: TRL's backend on quantized weights, syncs with their routes and checks, and engines."""

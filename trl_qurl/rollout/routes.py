@@ -1,5 +1,4 @@
-"""The routes of weights to an engine: a stream, files of a checkpoint (ours or llm-compressor's),
-an adapter alone.
+"""The routes of weights to an engine: a stream, files of a checkpoint, an adapter alone.
 
 `QuantizedVLLMGeneration` chooses one when it starts an engine. From then on, every sync asks the
 same of each: `tensors` to send, `send` to load them, and `check` for what the engine has and is not
@@ -50,10 +49,9 @@ class Route(ABC):
         return self.weights.tensors(model_parameters(self.model, True, self.weights.grid))
 
     def attach(self, engine: Engine | None, dtype: str | None) -> None:
-        """Use an engine that has started. Casting to its dtype saves memory, and bytes to send and
-        to digest.
-        """
-        self.engine, self.dtype = engine, getattr(torch, dtype) if dtype else None
+        """Use an engine that has started. Casting to its dtype saves bytes to send and digest."""
+        self.engine = engine
+        self.dtype = getattr(torch, dtype) if dtype else None
 
     def check_base(self) -> None:  # noqa: B027
         """Raise `SyncError` if a server lacks what is not sent."""
@@ -66,15 +64,11 @@ class Route(ABC):
 
     @abstractmethod
     def send(self, update: WeightUpdate, stream: MeteredStream) -> None:
-        """Load the metered `tensors` into the engine. Raises in all processes what
-        `Engine.load_stream` raises.
-        """
+        """Load the metered `tensors` into the engine; raise in all processes what it raises."""
 
 
 class StreamRoute(Route):
-    """A colocated engine reads the stream in this process, and a server's workers receive it over
-    NCCL.
-    """
+    """A stream, read in this process by a colocated engine, or received over NCCL by a server."""
 
     def send(self, update: WeightUpdate, stream: MeteredStream) -> None:  # noqa: D102
         if self.is_served:
@@ -114,9 +108,7 @@ class CheckpointRoute(Route):
 
 
 class LLMCompressorRoute(CheckpointRoute):
-    """A checkpoint that llm-compressor writes. Our stream is only compared with what the engine
-    loads.
-    """
+    """A checkpoint that llm-compressor writes. Our stream is only compared with what arrives."""
 
     def attach(self, engine: Engine | None, dtype: str | None) -> None:  # noqa: D102
         super().attach(engine, None)  # llm-compressor writes tensors in the policy's own dtype
@@ -153,9 +145,7 @@ class AdapterRoute(CheckpointRoute):
         )
 
     def attach(self, engine: Engine | None, dtype: str | None) -> None:
-        """Use an engine that has started. Record its base first, then round the trainer's with
-        `rounds_base`.
-        """
+        """Use an engine that has started. Record its base, then round the trainer's if asked to."""
         super().attach(engine, dtype)
         engine_dtype = self.dtype or torch.float32
         if self.rounds_base:
@@ -197,9 +187,7 @@ ROUTES: dict[str, Callable[..., Route]] = {
 
 
 def stream_metadata(weights: WeightStream, dtype: torch.dtype | None = None) -> TensorMetadata:
-    """Return the metadata of the tensors that the stream will yield, in order, without rounding
-    any.
-    """
+    """Return the metadata of what the stream will yield, in order, without rounding anything."""
     return [
         (stored_name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
         for name in weights.form.layout

@@ -1,5 +1,4 @@
-"""What the trainer and an engine exchange. Neither TRL nor vLLM is imported: both ends need this
-file.
+"""What the trainer and an engine exchange. Both ends need this file: no TRL, no vLLM.
 
 An engine is vLLM in this process (`engine/colocated.py`) or behind HTTP (`engine/served.py`), with
 the same worker.
@@ -53,9 +52,7 @@ class Engine(ABC):
 
     @abstractmethod
     def call_workers(self, method: str, **kwargs: Any) -> list[Any]:
-        """Call a method of `RolloutWorker` in each worker. With several engines, only the first one
-        answers.
-        """
+        """Call a `RolloutWorker` method in each worker; of several engines, the first answers."""
 
     @abstractmethod
     def clear_caches(self) -> None:
@@ -72,18 +69,13 @@ class Engine(ABC):
 
     @abstractmethod
     def load_adapter(self, path: Path, update: WeightUpdate) -> None:
-        """Load a LoRA adapter like `load_checkpoint`, and use it
-        for all generation from then on.
-        """
+        """Load a LoRA adapter like `load_checkpoint`, and generate with it from then on."""
 
     def check_base(self, sent: dict[str, str]) -> None:  # noqa: B027
-        """Raise `SyncError` if an engine that this run did not
-        start has a base with other digests.
-        """
+        """Raise `SyncError` if an engine of somebody else's has a base with other digests."""
 
     def compare_digests(self, sent: dict[str, str]) -> float:
-        """Raise `SyncError` if a worker received anything but the tensors that were sent, in the
-        latest load.
+        """Raise `SyncError` if a worker received anything but what was sent in the latest load.
 
         Returns the seconds that the slowest worker took for its digests, which were part of that
         load. Workers compare, because with `--data-parallel-size` vLLM returns the first engine's

@@ -36,11 +36,11 @@ OF_OTHER_HEADS = ("classifier", "summary", "seq_classif", "qa_")
 
 
 class QuRLGRPOTrainer(GroupRolloutsMixin, GRPOTrainer):
-    """[`~trl.GRPOTrainer`] with rollouts from an actor: a quantized copy of the policy, updated
-    before each rollout.
+    """[`~trl.GRPOTrainer`] with rollouts from an actor: a quantized copy of the policy.
 
-    Training stays in full precision, and the objective (`args.objective`) corrects for the
-    difference. The method and its defaults follow QuRL (arXiv 2602.13953).
+    The actor is updated before each rollout. Training stays in full precision, and the objective
+    (`args.objective`) corrects for the difference. The method and its defaults follow QuRL (arXiv
+    2602.13953).
 
     Args:
         model: This and all other arguments but `args`, in their order or by name: see
@@ -204,9 +204,7 @@ def has_dropout(model: Any) -> bool:
 
 
 def noise_settings(config: Mapping[str, Any]) -> list[str]:
-    """Return the names of the settings of a config, and of the configs inside it, that turn dropout
-    or noise on.
-    """
+    """Return the settings of a config, and of those inside it, that turn dropout or noise on."""
     names = []
     for name, value in config.items():
         if isinstance(value, Mapping) and name.endswith("config"):  # of a vision tower, for example

@@ -39,9 +39,7 @@ class Broadcast:
             stream.synchronize()  # then the next tensor may take its memory
 
     def send(self, named_tensors: NamedTensors, request: Future) -> None:
-        """Hand over all tensors. If the workers' `request` to receive them ends early, raise its
-        error.
-        """
+        """Hand over all tensors. Raises the error of the workers' `request` if it ends early."""
         try:
             for _, tensor in named_tensors:
                 data = _as_bytes(tensor.detach().contiguous())

@@ -1,5 +1,4 @@
-"""vLLM behind its HTTP server: TRL's client, which loads weights in one request and reports what
-arrived.
+"""vLLM behind its HTTP server: TRL's client, with our requests to the workers.
 
 Weights are sent as tensors over TRL's NCCL group, or as a checkpoint in a directory that the server
 sees. Either way, one request to the server's workers loads them, so no update is half applied
@@ -42,8 +41,7 @@ ADVICE = "check the server's log, restart it, and resume from the last checkpoin
 
 
 class ServedEngine(VLLMClient, wire.Engine):
-    """[`VLLMClient`] that loads quantized weights through trl-qurl's worker extension, and limits
-    request times.
+    """[`VLLMClient`] that loads quantized weights, and limits the time of its requests.
 
     A failed request raises `ServerError`, and so does every later one until `reconnect`.
     """
@@ -56,7 +54,8 @@ class ServedEngine(VLLMClient, wire.Engine):
         request_timeout: float = 900.0,  # seconds
         **kwargs: Any,
     ) -> None:
-        self.plan, self.shapes = plan or QuantizationPlan(), shapes or {}
+        self.plan = plan or QuantizationPlan()
+        self.shapes = shapes or {}
         self.request_timeout = request_timeout
         self._failure: ServerError | None = None
         self._info: dict[str, Any] | None = None  # of the server
@@ -66,9 +65,7 @@ class ServedEngine(VLLMClient, wire.Engine):
         super().__init__(*args, **kwargs)
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
-        """Wait for the server as the parent does, but with a limit per request, and tell the user
-        about the wait.
-        """
+        """Wait for the server as the parent does, with a limit per request, and say so."""
         self.session = open_session(self.request_timeout)  # the parent's requests begin after this
         deadline = time.monotonic() + total_timeout
         if total_timeout and not self._is_healthy():
@@ -114,7 +111,8 @@ class ServedEngine(VLLMClient, wire.Engine):
             self.describe().kv_cache_dtype,
             f"--kv-cache-dtype of the vLLM server at {self.base_url}",
         )
-        if difference := self._difference():
+        difference = self._difference()
+        if difference:
             raise ValueError(
                 f"The vLLM server at {self.base_url} does not serve {self.model!r} as "
                 f"rollout_quantization={self.plan.formats!r} sends it: {difference}. Restart it "
@@ -123,18 +121,14 @@ class ServedEngine(VLLMClient, wire.Engine):
             )
 
     def _difference(self) -> str:
-        """Compare the checkpoint that the server started from with this run's; a clause, empty if
-        they agree.
-        """
-        here, there = (
-            fingerprint(self.plan.schemes, self.shapes),
-            self.call_workers("starting_fingerprint")[0],
-        )
+        """Say in a clause how the server's starting checkpoint differs from this run's."""
+        here = fingerprint(self.plan.schemes, self.shapes)
+        there = self.call_workers("starting_fingerprint")[0]
         names = {name for name in here.keys() | there.keys() if here.get(name) != there.get(name)}
         if not names:
             return ""
-        # of a quantized layer
-        name = min(names, key=lambda name: (not name.endswith(".weight_scale"), name))
+        of_quantized_layers = {name for name in names if name.endswith(".weight_scale")}
+        name = min(of_quantized_layers or names)
         difference = f"{here.get(name, 'none')} here and {there.get(name, 'none')} there"
         for scheme in SCHEMES.values():
             difference = difference.replace(scheme.served_as, scheme.name)
@@ -144,9 +138,7 @@ class ServedEngine(VLLMClient, wire.Engine):
         )
 
     def get_server_info(self) -> dict[str, Any]:
-        """Return the server's configuration, also to TRL: that of our workers or of vLLM's slow
-        endpoint.
-        """
+        """Return the server's configuration, also to TRL, from our workers or a slow endpoint."""
         if self._info is None:
             try:
                 self._info = self.call_workers("describe_config")[0]
@@ -160,10 +152,9 @@ class ServedEngine(VLLMClient, wire.Engine):
         return self._info
 
     def open_stream(self, device: torch.device, patience: float = 0.0) -> None:
-        """Open the NCCL group that tensors are sent over, on a port that is free within `patience`
-        seconds.
+        """Open the NCCL group that tensors are sent over, once its port is free.
 
-        Raises `ServerLostError` if that fails.
+        Raises `ServerLostError` if that fails, or takes more than `patience` seconds.
         """
         # the address that the parent gives to the workers
         from vllm.utils.network_utils import get_ip
@@ -188,9 +179,7 @@ class ServedEngine(VLLMClient, wire.Engine):
             ) from None
 
     def _wait_for_port(self, address: str, patience: float) -> None:
-        """Return once the port of the group is free; after so many seconds, raise the `OSError`
-        that says why not.
-        """
+        """Return once the group's port is free; raise its `OSError` after so many seconds."""
         deadline = time.monotonic() + patience
         while True:
             try:
@@ -203,16 +192,13 @@ class ServedEngine(VLLMClient, wire.Engine):
                 time.sleep(0.1)
 
     def close_communicator(self) -> None:
-        """Abort what runs on the NCCL group, as a broadcast to dead workers, and close the port it
-        was opened on.
-        """
+        """Abort what runs on the NCCL group, as a broadcast to dead workers, and close its port."""
         if self.communicator is not None:
             self.communicator.destroy()
         super().close_communicator()
 
     def reconnect(self, total_timeout: float) -> None:
-        """Wait for the server after a fault, until it serves the same format again and no old
-        request runs.
+        """Wait for the server after a fault, until it serves the same format and runs nothing old.
 
         `total_timeout` is in seconds. Raises `ServerLostError` if the server does not come back.
         """
@@ -235,9 +221,7 @@ class ServedEngine(VLLMClient, wire.Engine):
             raise ServerLostError(f"{error} Before that: {failure}") from None
 
     def command(self, adapter_rank: int = 0) -> str:
-        """Return the command that starts a server for this run, with adapters of this rank unless
-        it is 0.
-        """
+        """Return the command that starts a server for this run; a rank of 0 is for no adapters."""
         extra_args = f" --enable-lora --max-lora-rank {adapter_rank}" if adapter_rank else ""
         formats = self.plan.formats or UNQUANTIZED
         option = formats if isinstance(formats, str) else shlex.quote(json.dumps(formats))
@@ -268,7 +252,8 @@ class ServedEngine(VLLMClient, wire.Engine):
         self.model = wire.ADAPTER  # for the parent's requests
 
     def check_base(self, sent: dict[str, str]) -> None:  # noqa: D102
-        if clause := differences(sent, self.call_workers("digest_rollout_base")[0]):
+        clause = differences(sent, self.call_workers("digest_rollout_base")[0])
+        if clause:
             raise SyncError(
                 f"The vLLM server at {self.base_url} has a different base than this run's adapter: "
                 f"{clause}. Start it from the model that is being trained, as it was when the run "
@@ -311,9 +296,7 @@ class ServedEngine(VLLMClient, wire.Engine):
         return self._request("POST", url, **kwargs)
 
     def image_features(self, *args: Any, **kwargs: Any) -> list[dict | None]:
-        """Return the features of images as the parent does,
-        which sends these requests by itself.
-        """
+        """Return the features of images as the parent does, which sends requests of its own."""
         if self._failure is not None:
             raise self._failure
         try:
@@ -329,9 +312,7 @@ class ServedEngine(VLLMClient, wire.Engine):
         raise self._failure
 
     def _answer(self, verb: str, path: str, **kwargs: Any) -> dict[str, Any]:
-        """Return the answer to one request. Raises `ServerError` unless it is a complete answer of
-        vLLM's.
-        """
+        """Return the answer to a request; `ServerError` unless it is vLLM's, and complete."""
         try:
             response = self.session.request(
                 verb, f"{self.base_url}{path}", allow_redirects=False, **kwargs

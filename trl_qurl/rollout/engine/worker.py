@@ -37,9 +37,7 @@ from trl_qurl.rollout.wire import FRESH, NOT_RECEIVED, TensorMetadata, WeightUpd
 
 
 class RolloutWorker:
-    """Methods that vLLM mixes into its worker class. Most of
-    these attributes are that class's own.
-    """
+    """Methods that vLLM mixes into its worker class, which has most of these attributes."""
 
     reload_weights: Callable[..., None]
     get_model: Callable[[], torch.nn.Module]
@@ -57,11 +55,11 @@ class RolloutWorker:
         weights_iterator: NamedTensors | None = None,  # only in the trainer's process
         weights_path: str | None = None,  # a checkpoint on a file system that this worker sees
     ) -> None:
-        """Replace weights in place with checkpoint-format tensors: over NCCL, if `update` has
-        metadata, from files, or from an iterator.
+        """Replace weights in place with checkpoint-format tensors.
 
-        Raises `RuntimeError` if a layer kept its old weights, files are out of sight, or an earlier
-        load failed.
+        They come over NCCL if `update` has metadata, else from files or an iterator. Raises
+        `RuntimeError` if a layer kept its old weights, files are out of sight, or an earlier load
+        failed.
         """
         request = WeightUpdate(**update)
         source: NamedTensors = weights_iterator or ()
@@ -90,8 +88,7 @@ class RolloutWorker:
         return received(metadata, communicator)
 
     def compare_rollout_digests(self, sent: dict[str, str]) -> float:
-        """Raise `SyncError` if the latest load, with digests, received anything but the weights
-        that were sent.
+        """Raise `SyncError` if the latest load received anything but the weights that were sent.
 
         Returns the seconds that its digests took.
         """
@@ -99,9 +96,7 @@ class RolloutWorker:
         return self.rollout_digest_s
 
     def accept_rollout_adapter(self, update: Mapping[str, Any], path: str) -> None:
-        """Record the version and digests of the adapter that vLLM has just loaded; `SyncError` if
-        it holds another.
-        """
+        """Record version and digests of the adapter that vLLM has loaded, or raise `SyncError`."""
         manager = self.model_runner.lora_manager._adapter_manager
         dtype = self.vllm_config.lora_config.lora_dtype
         tensors = dict(read_tensors(Path(path)))
@@ -137,9 +132,7 @@ class RolloutWorker:
         return Path(path)
 
     def rollout_version(self) -> str:
-        """Return the version of the weights loaded last. Only newer versions of vLLM record one
-        themselves.
-        """
+        """Return the version of the weights loaded last."""
         return self.loaded_version
 
     def _begin_version(self, update: WeightUpdate) -> None:
@@ -155,17 +148,18 @@ class RolloutWorker:
 
     def describe_rollouts(self) -> dict[str, object]:
         """Return the fields of an `EngineDescription`."""
-        dtypes = {
-            parameter.dtype
-            for layer in self.get_model().modules()
-            if getattr(layer, "scheme", None) is None  # vLLM's quantized layers have one
-            for name, parameter in layer.named_parameters(recurse=False)
-            if name == "weight" and parameter.is_floating_point()  # scales of a cache are float32
-        }
+        dtypes: set[torch.dtype] = set()
+        for layer in self.get_model().modules():
+            is_quantized = getattr(layer, "scheme", None) is not None
+            for name, parameter in layer.named_parameters(recurse=False):
+                # Scales of a cache are float32.
+                if name == "weight" and parameter.is_floating_point() and not is_quantized:
+                    dtypes.add(parameter.dtype)
+        lora = self.vllm_config.lora_config
         return {
             "max_model_len": self.vllm_config.model_config.max_model_len,
             "kv_cache_dtype": self.vllm_config.cache_config.cache_dtype,
-            "max_lora_rank": lora.max_lora_rank if (lora := self.vllm_config.lora_config) else 0,
+            "max_lora_rank": lora.max_lora_rank if lora else 0,
             "dtype": str(dtypes.pop()).removeprefix("torch.") if len(dtypes) == 1 else None,
         }
 
@@ -181,9 +175,7 @@ def _read_files(path: str) -> NamedTensors:
 
 
 def _loaded_digests(adapter: Any) -> list[str]:
-    """Return digests of a loaded adapter's matrices. vLLM packs the matrices of fused layers
-    together.
-    """
+    """Return digests of a loaded adapter's matrices. vLLM packs those of fused layers together."""
     parts = [part for layer in adapter.loras.values() for part in (layer.lora_a, layer.lora_b)]
     matrices = [matrix for part in parts for matrix in (part if isinstance(part, list) else [part])]
     return sorted(tensor_digest(matrix) for matrix in matrices if matrix is not None)
