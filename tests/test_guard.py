@@ -309,6 +309,16 @@ def test_a_fault_does_not_become_what_is_usual():
         proven(guard, {KL: 0.5})
 
 
+@pytest.mark.parametrize(
+    ("formats", "limit"),
+    [("w4a16", 3.0), ({"re:.*down_proj": "w4a16", "*": "int8"}, 3.0), ("fp8", 0.5), (None, 0.5)],
+)
+def test_a_first_rollout_is_measured_by_its_format(formats, limit):
+    proven(new_guard(rollout_quantization=formats), {KL: limit - 0.01})
+    with pytest.raises(SyncError, match=f"at most {limit:.2g} would do"):
+        proven(new_guard(rollout_quantization=formats), {KL: limit + 0.01})
+
+
 def test_tokens_of_a_cut_distribution_show_nothing():
     guard = new_guard(top_k=1)
     assert proven(guard, {KL: 3.0, CONTRADICTED: 0.9, RATIO: 0.1}) == [True]
