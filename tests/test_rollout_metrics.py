@@ -5,10 +5,13 @@ import math
 import pytest
 import torch
 from accelerate import Accelerator
+from tiny import tiny_model
 
 from trl_qurl.quantization import SCHEMES
+from trl_qurl.rollout.backend import Samples
 from trl_qurl.rollout.mismatch import MismatchTally, mismatch_metrics, mismatch_sums
-from trl_qurl.trainers.scoring import loss_metrics
+from trl_qurl.trainers import scoring
+from trl_qurl.trainers.scoring import loss_metrics, scored_samples
 
 INT8 = SCHEMES["int8"]
 
@@ -91,3 +94,43 @@ def test_no_scored_token_gives_no_metrics():
         )
         == {}
     )
+
+
+# A few completions, for trainers that score none
+# --------------------------------------------------------------------------------------------------
+
+
+def test_samples_are_scored_as_the_policy_finds_them():
+    policy = tiny_model(attention_dropout=0.5).train()
+    prompts, completions = [[7, 8, 9], [5], [6, 7]], [[12, 13], [], [30]]
+    behavior = [[[-2.0], [None]], [], [[-9999.0]]]  # -9999: a server's stand-in for -inf
+    samples = Samples(prompts, completions, behavior, has_images=False)
+    scored = list(scored_samples(policy, samples, temperature=0.7))
+    assert policy.training, "the pass left the policy in evaluation mode"
+    assert [each.proximal_logps.shape for each in scored] == [(1, 2), (1, 0), (1, 1)]
+    torch.testing.assert_close(
+        scored[0].behavior_logps, torch.tensor([[-2.0, math.nan]]), equal_nan=True
+    )
+    assert scored[2].behavior_logps.isnan().all()
+    for prompt, completion, each in zip(prompts, completions, scored, strict=True):
+        logits = policy.eval()(torch.tensor([prompt + completion])).logits[0] / 0.7
+        expected = [
+            logits[len(prompt) - 1 + place].log_softmax(-1)[token].item()
+            for place, token in enumerate(completion)
+        ]
+        assert each.proximal_logps[0].tolist() == pytest.approx(expected, abs=1e-5)
+        assert each.mask.all()
+
+
+def test_a_few_samples_of_different_prompts_are_scored(monkeypatch):
+    monkeypatch.setattr(scoring, "SCORED_TOKENS", 3)
+    count = 4 * scoring.SCORED_SAMPLES  # four completions per prompt
+    prompts = [[3 + number // 4] for number in range(count)]
+    completions = [[4 + number] * 5 for number in range(count)]
+    behavior = [[[-float(number)]] * 5 for number in range(count)]
+    samples = Samples(prompts, completions, behavior, has_images=False)
+    scored = list(scored_samples(tiny_model(), samples, temperature=1.0))
+    assert len(scored) == scoring.SCORED_SAMPLES
+    assert [each.behavior_logps[0].tolist() for each in scored] == [
+        [-float(number)] * 3 for number in range(0, count, 4)
+    ]
