@@ -7,6 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from accelerate import PartialState
 from huggingface_hub import ModelCard
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
@@ -381,6 +382,24 @@ def test_an_adapter_lies_beside_its_base_and_the_card_serves_both(trainer):
     for name, weight in model_parameters(trainer.model, merges=True):
         torch.testing.assert_close(merged[name], weight)
     assert trainer.save_quantized() == directory, "an earlier one is replaced"
+
+
+def test_a_base_that_is_gone_is_an_error_in_all_processes(trainer, monkeypatch, tmp_path):
+    trainer.vllm_generation.sync.route.checkpoint = tmp_path / "gone"
+    sent = []
+
+    def broadcast(outcome, from_process):
+        if PartialState().is_main_process:
+            sent.append(outcome[0])
+        else:
+            outcome[0] = sent.pop(0)
+
+    monkeypatch.setattr("trl_qurl.rollout.recovery.broadcast_object_list", broadcast)
+    for is_main in (True, False):
+        monkeypatch.setattr(PartialState, "is_main_process", is_main)
+        with pytest.raises(FileNotFoundError, match="The quantized base of this run is gone"):
+            trainer.save_quantized()
+    assert sent == [], "one of them did not wait for the other"
 
 
 def test_an_adapter_is_merged_where_that_is_asked_for_or_the_base_is_another(trainer):

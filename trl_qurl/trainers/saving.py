@@ -113,10 +113,7 @@ def write_base_and_adapter(
         write_adapter(model, adapter, tmp / ADAPTER_DIRECTORY)
         _finish(generation, tmp, card(engine_rank(adapter_rank(model))))
 
-    def write(tensors: NamedTensors) -> None:
-        writer.write(tensors, path, write_beside)
-
-    read_in_main_process(base, write)
+    read_in_main_process(base, lambda tensors: writer.write(tensors, path, write_beside))
 
 
 def _writer(generation: QuantizedVLLMGeneration, weights: WeightStream) -> CheckpointWriter:
