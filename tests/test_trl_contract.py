@@ -436,7 +436,7 @@ LIBRARIES = (
     "compressed_tensors",
     "llmcompressor",
 )
-NOT_PRIVATE = {"_asdict", "_fields", "_replace", "_exit"}  # of named tuples and `os`
+NOT_PRIVATE = {"_asdict", "_replace", "_exit"}  # of named tuples and `os`
 NOT_PRIVATE |= {"_version"}  # how often a tensor was written to, documented by torch
 NOT_PRIVATE |= {"_evaluate"}  # of our callback; a trainer has one too
 

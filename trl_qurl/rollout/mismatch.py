@@ -6,7 +6,7 @@ sequences, `T` completion tokens.
 """
 
 import math
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -20,6 +20,8 @@ SERVED_MINUS_INFINITY = -9999.0  # stand-in for -inf in the responses of a vLLM 
 # log π_behav and log ρ of a token that contradict each other
 LIKELY = math.log(0.5)
 UNLIKELY = -2.0
+
+Number = TypeVar("Number", torch.Tensor, float)
 
 
 def valid_logps(logps: list[list[float | None]]) -> list[list[float | None]]:
@@ -40,6 +42,28 @@ def _valid(logp: float | None) -> float | None:
     if logp is None or not SERVED_MINUS_INFINITY < logp < math.inf:
         return None
     return logp
+
+
+class Summary(NamedTuple):
+    """What TRL logs of the values of all processes."""
+
+    mean: float  # of the processes' means
+    largest: float  # of all
+    least: float  # of all
+
+
+class Sums(NamedTuple, Generic[Number]):
+    """Sums over the tokens with a behavior log-probability, as tensors or, at last, numbers."""
+
+    tokens: Number  # their number
+    log_ratio: Number  # log ρ
+    k3: Number  # ρ − 1 − log ρ
+    k3_squared: Number  # k3²
+    ratio: Number  # ρ
+    ratio_squared: Number  # ρ²
+    capped: Number  # tokens with ρ > C
+    contradicted: Number  # tokens with π_behav ≥ 1/2 and ρ < e⁻²
+    invalid: Number  # the other tokens, without a behavior log-probability
 
 
 class MismatchTally:
@@ -101,8 +125,8 @@ class MismatchTally:
             "sampling/importance_sampling_ratio/min": ratio.least,
         }
 
-    def _summarize(self, values: torch.Tensor) -> "Summary":
-        """Summarize values of all processes as TRL does: the mean is that of their means."""
+    def _summarize(self, values: torch.Tensor) -> Summary:
+        """Summarize the values of all processes as TRL does."""
         known = values[~values.isnan()] if values.isfinite().any() else values.new_zeros(1)
         here = torch.stack([known.mean(), known.max(), known.min()]).unsqueeze(0)
         mean, largest, least = self._accelerator.gather(here).unbind(1)  # (processes,) each
@@ -138,28 +162,6 @@ class MismatchTally:
         return metrics
 
 
-class Summary(NamedTuple):
-    """What TRL logs of values of all processes."""
-
-    mean: float  # of the means of all processes
-    largest: float  # value
-    least: float  # value
-
-
-class Sums(NamedTuple):
-    """Sums over the tokens with a behavior log-probability, unless said otherwise."""
-
-    tokens: float  # 1
-    log_ratio: float  # log ρ
-    k3: float  # ρ − 1 − log ρ
-    k3_squared: float  # square of the same
-    ratio: float  # ρ
-    ratio_squared: float  # ρ²
-    capped: float  # tokens with ρ > C
-    contradicted: float  # tokens with π_behav ≥ 1/2 and ρ < e⁻²
-    invalid: float  # tokens without a behavior log-probability
-
-
 def mismatch_sums(
     proximal_logps: torch.Tensor, behavior_logps: torch.Tensor, mask: torch.Tensor, cap: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -184,20 +186,19 @@ def mismatch_sums(
     ratio = log_ratio.exp()
     k3 = log_ratio.expm1() - log_ratio  # a difference of the other sums loses its digits near ρ = 1
     contradicted = (behavior_logps[scored] >= LIKELY) & (log_ratio < UNLIKELY)
-    terms = {
-        "tokens": torch.ones_like(ratio),
-        "log_ratio": log_ratio,
-        "k3": k3,
-        "k3_squared": k3.square(),
-        "ratio": ratio,
-        "ratio_squared": ratio.square(),
-        "capped": ratio > cap,
-        "contradicted": contradicted,
-        "invalid": learned & ~scored,
-    }
-    sums = torch.stack([terms[name].double().sum() for name in Sums._fields])
+    sums = Sums(
+        tokens=scored.sum().double(),
+        log_ratio=log_ratio.sum(),
+        k3=k3.sum(),
+        k3_squared=k3.square().sum(),
+        ratio=ratio.sum(),
+        ratio_squared=ratio.square().sum(),
+        capped=(ratio > cap).sum().double(),
+        contradicted=contradicted.sum().double(),
+        invalid=(learned & ~scored).sum().double(),
+    )
     ratio_max = ratio.max() if ratio.numel() else ratio.new_zeros(())
-    return sums, ratio_max
+    return torch.stack(sums), ratio_max
 
 
 def mismatch_metrics(sums: torch.Tensor, ratio_max: float) -> dict[str, float]:
