@@ -32,11 +32,11 @@ class UpdateAwareQuantizationCallback(TrainerCallback):
     def __init__(self, scale: float = 1.5) -> None:
         self.scale = scale
 
-    def on_init_end(self, *args: Any, model: PreTrainedModel, **kwargs: Any) -> None:
+    def on_init_end(self, *args: object, model: PreTrainedModel, **kwargs: object) -> None:
         """Scale the model before it is wrapped, optimized or overwritten by a checkpoint."""
         scale_model_(model, self.scale)
 
-    def on_train_begin(self, *args: Any, model: PreTrainedModel, **kwargs: Any) -> None:
+    def on_train_begin(self, *args: object, model: PreTrainedModel, **kwargs: object) -> None:
         """Raise `RuntimeError` if the model was never scaled."""
         scale = recorded_scale(model)
         if scale != self.scale:
@@ -80,11 +80,11 @@ class SavingBetweenSteps(TrainerAwareCallback):
             self._moved = checkpoint
         return self._is_inside
 
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, *args: object, **kwargs: object) -> None:
         """Forget a step that was interrupted."""
         self._is_inside = False
 
-    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+    def on_step_begin(self, *args: object, **kwargs: object) -> None:
         """Note that a step has begun."""
         self._is_inside = True
 
@@ -93,7 +93,7 @@ class SavingBetweenSteps(TrainerAwareCallback):
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         """Save what was to be saved inside the step."""
         self._is_inside = False
@@ -126,7 +126,7 @@ class RunLogCallback(TrainerCallback):
         control: TrainerControl,
         *,
         model: PreTrainedModel,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         """Start the file in the output directory, with the rows of a checkpoint to resume from.
 
@@ -156,7 +156,7 @@ class RunLogCallback(TrainerCallback):
         control: TrainerControl,
         *,
         logs: dict[str, float],
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         """Append the row, unless the trainer evaluates without having trained."""
         if self._path is not None:

@@ -40,7 +40,7 @@ class LearningWatch(TrainerAwareCallback):
         *,
         model: PreTrainedModel,
         optimizer: torch.optim.Optimizer,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         """Compare the optimizer with what is trainable; start the counts."""
         self._moving = []
@@ -61,7 +61,7 @@ class LearningWatch(TrainerAwareCallback):
         control: TrainerControl,
         *,
         logs: Mapping[str, float],
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         """Warn if updates with a gradient and a learning rate changed no weight that was sent."""
         norm = logs.get("grad_norm")
@@ -89,7 +89,7 @@ class LearningWatch(TrainerAwareCallback):
                 "rewards", f"Nothing to learn from {PATIENCE} rollouts in a row: {self._reason}."
             )
 
-    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+    def on_train_end(self, *args: object, **kwargs: object) -> None:
         """Say so if no rollout's rewards taught the policy anything."""
         if self._alike and not self._has_learned:
             self._say_once("end", f"The policy has learned nothing: {self._reason}.")

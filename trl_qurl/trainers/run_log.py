@@ -11,10 +11,10 @@ import json
 import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,9 @@ _SECRET_TEXT = re.compile(
 _locks: dict[Path, int] = {}  # open directories of this process's runs, by path of the log
 
 
-def begin_log(path: Path, settings: dict[str, Any], history: Sequence[dict[str, Any]] = ()) -> None:
+def begin_log(
+    path: Path, settings: Mapping[str, object], history: Sequence[Mapping[str, object]] = ()
+) -> None:
     """Start the log of a run that is new or resumes. No other may write there until `end_log`.
 
     A new run renames an earlier run's file to the next free `run-1.jsonl`. A resumed run writes its
@@ -65,7 +67,9 @@ def begin_log(path: Path, settings: dict[str, Any], history: Sequence[dict[str, 
         raise
 
 
-def _write_log(path: Path, settings: dict[str, Any], history: Sequence[dict[str, Any]]) -> None:
+def _write_log(
+    path: Path, settings: Mapping[str, object], history: Sequence[Mapping[str, object]]
+) -> None:
     if path.exists() and not history:
         path.rename(_free_name(path))
     header = {"settings": _masked(_as_data(settings))}
@@ -84,7 +88,7 @@ def _free_name(path: Path) -> Path:
         number += 1
 
 
-def append_row(path: Path, row: dict[str, Any]) -> None:
+def append_row(path: Path, row: Mapping[str, object]) -> None:
     """Append a row to a run's log.
 
     If it cannot be written, as on a full disk, the row is lost: warn once.
@@ -173,16 +177,16 @@ def _warn_of_lost_rows(path: Path, reason: str) -> None:
     )
 
 
-def _line(content: dict[str, Any]) -> str:
+def _line(content: Mapping[str, object]) -> str:
     return json.dumps(_as_data(content)) + "\n"
 
 
-def _as_data(content: dict[str, Any]) -> dict[str, Any]:
+def _as_data(content: Mapping[str, object]) -> dict[str, object]:
     """Return what JSON can represent, with `None` for numbers that it cannot, such as NaN."""
     return json.loads(json.dumps(content, default=str), parse_constant=lambda name: None)
 
 
-def _masked(value: Any, is_secret: bool = False) -> Any:
+def _masked(value: object, is_secret: bool = False) -> object:
     """Return settings without texts whose name is that of a secret, or secrets inside others."""
     if isinstance(value, dict):
         return {
@@ -195,7 +199,7 @@ def _masked(value: Any, is_secret: bool = False) -> Any:
     return HIDDEN if is_secret else _masked_text(value)
 
 
-def _masked_list(values: list[Any], is_secret: bool) -> list[Any]:
+def _masked_list(values: list[object], is_secret: bool) -> list[object]:
     masked = []
     follows_option = False  # of a command line, as `--api-key`
     for value in values:
@@ -209,12 +213,7 @@ def _masked_text(text: str) -> str:
     if text.startswith(("{", "[")):
         with suppress(ValueError):  # a setting written as JSON
             return json.dumps(_masked(json.loads(text)))
-    return _SECRET_TEXT.sub(_hide, text)
-
-
-def _hide(found: re.Match[str]) -> str:
-    mark = found[1] or ""
-    return mark + HIDDEN
+    return _SECRET_TEXT.sub(lambda found: (found[1] or "") + HIDDEN, text)
 
 
 def _names_secret(name: str) -> bool:
