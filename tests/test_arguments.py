@@ -242,6 +242,18 @@ def test_prompts_are_measured_before_the_engine_starts_if_the_context_is_set(cls
         build(cls, tmp_path, args=settings_of(cls, tmp_path, vllm_max_model_length=21), **given)
 
 
+@pytest.mark.parametrize(("length", "is_warned_of"), [(None, False), (1, False), (2, True)])
+def test_completions_that_end_early_are_warned_of(length, is_warned_of, caplog, tmp_path):
+    """The longest prompt leaves room for one token. A length of `None` is all that is left."""
+    MultiProcessAdapter.warning_once.cache_clear()
+    args = settings_of(
+        QuRLGRPOTrainer, tmp_path, vllm_max_model_length=21, max_completion_length=length
+    )
+    with pytest.raises(AssertionError, match=STARTED):
+        grpo(tmp_path, args=args, data=Dataset.from_dict({"prompt": [*["ab"] * 15, "a" * 20]}))
+    assert ("Long prompts end completions before" in caplog.text) == is_warned_of
+
+
 def test_a_part_of_a_large_dataset_is_measured(small_context, monkeypatch, caplog, tmp_path):
     monkeypatch.setattr("trl_qurl.trainers.prompts.MEASURED", 12)
     monkeypatch.setattr("trl_qurl.trainers.prompts.BATCH", 5)

@@ -5,6 +5,7 @@ leaves no files.
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -376,6 +377,27 @@ def test_no_space(train, tmp_path):
         message = train("--rollout_checkpoint_dir", small)
         assert not list(small.iterdir())
     assert "are free and" in message and message.endswith(WAY_OUT)
+
+
+LORA = ("--use_peft", "--lora_target_modules", "all-linear")
+
+
+@pytest.mark.parametrize(
+    ("way", "checkpoints"),
+    [
+        (("stream",), 1),  # that the engine starts from
+        (("adapter", *LORA), 1),  # the base
+        (("checkpoint",), 2),  # one is written while the engine may still read the other
+    ],
+    ids=["stream", "adapter", "checkpoint"],
+)
+def test_room_is_needed_for_the_checkpoints_of_one_moment(way, checkpoints, train, monkeypatch):
+    weights = stream_of(tiny_model(), SCHEMES["int8"]).nbytes()
+    usage = shutil.disk_usage("/")._replace(free=checkpoints * weights - 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    message = train("--rollout_quantization", "int8", "--weight_sync", *way)
+    needed = re.search(r"are free and (\S+) GB are needed", message)
+    assert float(needed[1]) * 1e9 == pytest.approx(checkpoints * weights, rel=5e-3)
 
 
 # The server

@@ -2,6 +2,7 @@
 
 import importlib
 import re
+import subprocess
 from configparser import ConfigParser
 from types import ModuleType
 
@@ -81,3 +82,26 @@ def test_the_fault_was_looked_for_in_every_release_that_is_allowed(name):
         f"setup.cfg allows {library} below {excluded}, and the fault of {name}.py was last seen in "
         f"{release}. Look whether it is still there, then change SEEN_IN or UNNECESSARY_FROM."
     )
+
+
+EXITS_WITH_PROCESS_GROUPS = """
+import weakref
+import torch.distributed as dist
+from trl_qurl.rollout.repairs import finalizer
+
+def at_exit(name):
+    weakref.finalize(dist, lambda: print(name, dist.is_initialized()))
+
+at_exit("at last")  # finalizers run newest first
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+for name in ("first engine", "second engine"):
+    finalizer._destroy_process_groups_at_exit()
+    at_exit(name)
+"""
+
+
+def test_process_groups_outlive_the_engines_and_no_more(warm_python):
+    """PyTorch warns of NCCL groups that nobody destroys."""
+    command = [warm_python, "-c", EXITS_WITH_PROCESS_GROUPS]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.splitlines() == ["second engine True", "first engine True", "at last False"]

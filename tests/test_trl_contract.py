@@ -782,6 +782,18 @@ def test_finalizer_of_an_engine_is_the_one_that_we_replace():
     assert client.count(ours) == client.count("finalize("), "see rollout/repairs/finalizer.py"
 
 
+def test_a_deleted_engine_does_all_of_vllms_shutdown_but_for_the_process_groups():
+    vllms = body_of("vllm.v1.engine.core", "EngineCore.shutdown")
+    # in the sources, because on a CPU nothing tells whether a worker was shut down
+    names = {ast.unparse(node.func) for node in ast.walk(vllms) if isinstance(node, ast.Call)}
+    left_out = {"cleanup_dist_env_and_memory", *(name for name in names if "logger" in name)}
+    ours = body_of("trl_qurl.rollout.repairs.finalizer", "_release")
+    missing = [
+        name for name in names - left_out if not calls(ours, re.sub(r"^self\b", "core", name))
+    ]
+    assert not missing, f"rollout/repairs/finalizer.py leaves out {sorted(missing)}"
+
+
 def test_a_reload_goes_layer_by_layer_through_load_weights():
     body = text_of("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.reload_weights")
     if source_file(INPLACE):  # vLLM 0.32 moved the body there
