@@ -71,6 +71,7 @@ class TestOtherStops:
     def test_training_again_begins_with_a_new_rollout(self, stops):
         record = stops["interrupted"]
         assert record["begun"] == [0, 2, "Ctrl-C", 0, 2, 4]
+        assert not any(record["not_logged"]), "no row averages over the rollout that was dropped"
         assert max(record["kl"]) < 0.01, (
             "no rollout was scored with newer weights than those that sampled it"
         )

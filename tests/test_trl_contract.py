@@ -689,7 +689,7 @@ def test_engine_arguments_are_those_the_config_reserves():
         # as our backend numbers engines
         "seed": "accelerator.process_index // self.tensor_parallel_size",
         "logprobs_mode": "'processed_logprobs'",  # the importance ratio needs these
-        "model": "model.name_or_path",  # _starts_from_checkpoint asks whether it is empty
+        "model": "model.name_or_path",  # `_make_route` asks whether it is empty
     }
     assert {name: keywords[name] for name in expected} == expected
 

@@ -228,10 +228,12 @@ def interrupted(out: Path) -> dict[str, Any]:
     }
     trainer = build(out / "run", "GRPO", tiny_model(), settings, callbacks=[Interrupt()])
     begun = []
+    not_logged = []
     generate = trainer._generate_and_score_completions
 
     def generate_and_note(inputs: Any) -> Any:
         begun.append(trainer._step)
+        not_logged.append(len(trainer._metrics["train"]["reward"]))
         return generate(inputs)
 
     trainer._generate_and_score_completions = generate_and_note
@@ -240,7 +242,11 @@ def interrupted(out: Path) -> dict[str, Any]:
     except KeyboardInterrupt:
         begun.append("Ctrl-C")
     trainer.train()
-    return {"begun": begun, "kl": [row["mismatch/kl_k3"] for row in rows(trainer)]}
+    return {
+        "begun": begun,
+        "not_logged": not_logged,
+        "kl": [row["mismatch/kl_k3"] for row in rows(trainer)],
+    }
 
 
 # The mixture comes first: vLLM makes the groups of its processes once, and only a mixture has one
