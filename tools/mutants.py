@@ -1,28 +1,35 @@
 """Change single lines at random, and see whether a test notices.
 
-    python tools/mutants.py --since COMMIT --count 30 --minutes 40
+    python tools/mutants.py draw --count 60 mutants.json      # of the whole package, or:
+    python tools/mutants.py draw --since COMMIT mutants.json  # of lines that are newer
+    python tools/mutants.py run mutants.json --minutes 60
+    python tools/mutants.py run mutants.json --again          # after tests were removed
 
-It works in a copy of the repository. Each mutant is one small change of the core (a comparison, a
-number, a condition, a deleted call) on a line that is newer than COMMIT. The tests of the files
-that import the changed module run first, then those that start engines. The table is printed in
-Markdown. A mutant that lives is either a missing test, or a change that nothing can notice.
+A mutant is one small change: a comparison, a number, a condition, a deleted call. `run` works in a
+copy of the repository, and writes after each mutant, so it can be stopped and goes on. The tests
+that name the changed module run first, then those that start engines. `--again` runs what was
+killed before: the test that killed it, and the others only if that one is gone or passes. The
+table is printed in Markdown. A mutant that lives is either a missing test, or a change that nothing
+can notice.
 """
 
 import argparse
 import ast
 import copy
+import json
 import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "trl_qurl"
@@ -45,18 +52,19 @@ OPERATIONS = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: as
 ENGINES = ("engine", "proof", "saving", "stops", "ppo_training", "conformance", "ahead", "faults")
 
 
-class Mutant(NamedTuple):
-    """A small change of a file."""
+@dataclass
+class Mutant:
+    """A small change of a file, which is found again where the file has changed elsewhere."""
 
-    path: Path  # relative to the repository
+    path: str  # relative to the repository
     line: int
-    before: str
+    before: str  # as `ast.unparse` writes it
     after: str
-    source: str  # of the whole file
+    killer: str | None = None  # the first test that failed, empty if none did; None: not run
 
 
 def new_lines(commit: str) -> dict[Path, set[int]]:
-    """Return the core's lines that are newer than a commit, by file."""
+    """Return the package's lines that are newer than a commit, by file."""
     command = ["git", "diff", "--unified=0", commit, "HEAD", "--", PACKAGE]
     diff = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     lines: dict[Path, set[int]] = {}
@@ -65,10 +73,19 @@ def new_lines(commit: str) -> dict[Path, set[int]]:
         if row.startswith("+++ b/"):
             path = Path(row.removeprefix("+++ b/"))
         hunk = re.match(r"@@ -\S+ \+(\d+)(?:,(\d+))? @@", row)
-        if hunk and path.suffix == ".py" and "lab" not in path.parts:
+        if hunk and path.suffix == ".py":
             start = int(hunk[1])
             lines.setdefault(path, set()).update(range(start, start + int(hunk[2] or 1)))
     return lines
+
+
+def all_lines() -> dict[Path, set[int]]:
+    """Return all lines of the package, by file."""
+    files = (ROOT / PACKAGE).rglob("*.py")
+    return {
+        file.relative_to(ROOT): set(range(1, 1 + len(file.read_bytes().splitlines())))
+        for file in files
+    }
 
 
 def changed(node: ast.AST) -> ast.AST | None:
@@ -104,25 +121,34 @@ def changed(node: ast.AST) -> ast.AST | None:
 
 def mutants_of(path: Path, lines: set[int]) -> Iterator[Mutant]:
     """Yield all mutants of a file that begin on these lines."""
-    source = (ROOT / path).read_text(encoding="utf-8")
-    rows = source.splitlines(keepends=True)
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
         if getattr(node, "lineno", 0) not in lines or is_message(node):
             continue
         other = changed(node)
-        if other is None:
-            continue
-        start = node.lineno - 1
-        end = node.end_lineno - 1
-        head = rows[start].encode()[: node.col_offset].decode()
-        tail = rows[end].encode()[node.end_col_offset :].decode()
-        indent = " " * (len(head) - len(head.lstrip()))
-        text = ast.unparse(ast.fix_missing_locations(other)).replace("\n", f"\n{indent}")
-        if isinstance(node, ast.expr):
-            text = f"({text})"
-        mutated = "".join(rows[:start]) + head + text + tail + "".join(rows[end + 1 :])
-        before = ast.unparse(node).splitlines()[0]
-        yield Mutant(path, node.lineno, before, text.splitlines()[0], mutated)
+        if other is not None:
+            after = ast.unparse(ast.fix_missing_locations(other))
+            yield Mutant(str(path), node.lineno, ast.unparse(node), after)
+
+
+def mutated(source: str, mutant: Mutant) -> str | None:
+    """Return a file's text with the change, or `None` where what it changes is gone."""
+    places = [
+        node
+        for node in ast.walk(ast.parse(source))
+        if hasattr(node, "lineno") and ast.unparse(node) == mutant.before and changed(node)
+    ]
+    if not places:
+        return None
+    node = min(places, key=lambda place: abs(place.lineno - mutant.line))
+    rows = source.splitlines(keepends=True)
+    first, last = rows[node.lineno - 1], rows[node.end_lineno - 1]
+    head = first.encode()[: node.col_offset].decode()
+    tail = last.encode()[node.end_col_offset :].decode()
+    indent = " " * (len(head) - len(head.lstrip()))
+    text = mutant.after.replace("\n", f"\n{indent}")
+    if isinstance(node, ast.expr):
+        text = f"({text})"
+    return "".join([*rows[: node.lineno - 1], head, text, tail, *rows[node.end_lineno :]])
 
 
 def is_message(node: ast.AST) -> bool:
@@ -136,13 +162,14 @@ def draw(lines: dict[Path, set[int]], count: int, seed: int) -> list[Mutant]:
     candidates = [mutant for path in sorted(lines) for mutant in mutants_of(path, lines[path])]
     random.Random(seed).shuffle(candidates)
     chosen: list[Mutant] = []
-    by_file: Counter[Path] = Counter()
+    by_file: Counter[str] = Counter()
     for mutant in candidates:
+        text = mutated((ROOT / mutant.path).read_text(encoding="utf-8"), mutant)
         try:
-            compile(mutant.source, str(mutant.path), "exec")
+            compile(text or "", mutant.path, "exec")
         except SyntaxError:
             continue
-        if by_file[mutant.path] < MOST_PER_FILE and len(chosen) < count:
+        if text and by_file[mutant.path] < MOST_PER_FILE and len(chosen) < count:
             by_file[mutant.path] += 1
             chosen.append(mutant)
     return chosen
@@ -165,43 +192,97 @@ def killer(root: Path, files: list[str], marks: str) -> str:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-n", "2"]
     command += ["--dist", "loadgroup", "-m", marks, *files]
     environment = {**os.environ, "PYTHONPATH": str(root)}
-    try:
-        done = subprocess.run(
-            command, cwd=root, env=environment, capture_output=True, text=True, timeout=SECONDS
-        )
-    except subprocess.TimeoutExpired:
-        return TIME_IS_UP
-    failed = re.search(r"^(?:FAILED|ERROR) tests/(\S+)", done.stdout, re.MULTILINE)
+    with subprocess.Popen(
+        command,
+        cwd=root,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGTERM)  # pytest's workers and engines, too
+            return TIME_IS_UP
+    failed = re.search(r"^(?:FAILED|ERROR) tests/(\S+)", output, re.MULTILINE)
     return failed[1] if failed else ""
 
 
-def main() -> int:
-    """Draw mutants, run tests on each, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--since", required=True)
-    parser.add_argument("--count", type=int, default=30)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--minutes", type=float, default=60)
-    args = parser.parse_args()
-    deadline = time.monotonic() + 60 * args.minutes
+def killer_of(root: Path, mutant: Mutant) -> str | None:
+    """Run the tests that may notice a mutant; `None` where what it changes is gone."""
+    target = root / mutant.path
+    original = target.read_text(encoding="utf-8") if target.exists() else ""
+    text = mutated(original, mutant)
+    if text is None:
+        return None
+    target.write_text(text, encoding="utf-8")
+    try:
+        if mutant.killer:
+            test = re.sub(r"(\[.*|@\w+)$", "", f"tests/{mutant.killer}")  # with all its cases
+            found = killer(root, [test], "vllm or not vllm")
+            if found:
+                return found
+        files = tests_of(Path(mutant.path), root)
+        found = killer(root, files, "not vllm and not slow and not simulated_gpu")
+        if found in ("", TIME_IS_UP):
+            engines = [f"tests/test_{name}.py" for name in ENGINES]
+            found = killer(root, [*files, *engines], "vllm and not slow")
+        return found
+    finally:
+        target.write_text(original, encoding="utf-8")
+
+
+def run(file: Path, minutes: float, again: bool) -> None:
+    """Run tests on each mutant of a file, and store what killed it."""
+    deadline = time.monotonic() + 60 * minutes
+    mutants = [Mutant(**row) for row in json.loads(file.read_text())]
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "copy"
         shutil.copytree(ROOT, root, ignore=shutil.ignore_patterns(".venv", ".git", "site"))
         print("| line | change | noticed by |\n|---|---|---|")
-        for mutant in draw(new_lines(args.since), args.count, args.seed):
+        for mutant in mutants:
             if time.monotonic() > deadline:
                 break
-            target = root / mutant.path
-            original = target.read_text(encoding="utf-8")
-            target.write_text(mutant.source, encoding="utf-8")
-            files = tests_of(mutant.path, root)
-            found = killer(root, files, "not vllm and not slow and not simulated_gpu")
-            if found in ("", TIME_IS_UP):
-                engines = [f"tests/test_{name}.py" for name in ENGINES]
-                found = killer(root, [*files, *engines], "vllm and not slow")
-            target.write_text(original, encoding="utf-8")
-            change = f"`{mutant.before[:60]}` → `{mutant.after[:60]}`".replace("|", "\\|")
-            print(f"| {mutant.path}:{mutant.line} | {change} | {found or '**none**'} |", flush=True)
+            if again and not mutant.killer or not again and mutant.killer is not None:
+                continue
+            found = killer_of(root, mutant)
+            if found is not None and not again:
+                mutant.killer = found
+                file.write_text(json.dumps([asdict(each) for each in mutants], indent=1) + "\n")
+            print(row_of(mutant, "gone" if found is None else found or "**none**"), flush=True)
+
+
+def row_of(mutant: Mutant, found: str) -> str:
+    """Return a mutant's row of the table."""
+    before, after = (text.splitlines()[0][:60] for text in (mutant.before, mutant.after))
+    change = f"`{before}` → `{after}`".replace("|", "\\|")
+    return f"| {mutant.path}:{mutant.line} | {change} | {found} |"
+
+
+def main() -> int:
+    """Draw mutants, or run tests on each and print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    drawing = commands.add_parser("draw")
+    drawing.add_argument("file", type=Path)
+    drawing.add_argument("--since")
+    drawing.add_argument("--count", type=int, default=30)
+    drawing.add_argument("--seed", type=int, default=0)
+    running = commands.add_parser("run")
+    running.add_argument("file", type=Path)
+    running.add_argument("--minutes", type=float, default=60)
+    running.add_argument("--again", action="store_true")
+    args = parser.parse_args()
+    if args.command == "run":
+        run(args.file, args.minutes, args.again)
+    else:
+        lines = new_lines(args.since) if args.since else all_lines()
+        mutants = draw(lines, args.count, args.seed)
+        args.file.write_text(json.dumps([asdict(each) for each in mutants], indent=1) + "\n")
     return 0
 
 
