@@ -109,6 +109,8 @@ def replay(run: Run, tokens: int, ahead: bool) -> Replay:
         rollout_quantization=run.settings["rollout_quantization"],
         round_base=False,
         rollouts_ahead=int(ahead),
+        temperature=1.0,
+        vllm_engine_kwargs=None,
         importance_cap=run.settings.get("importance_cap", older),
     )
     guard = MismatchGuard(settings)

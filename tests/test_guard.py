@@ -311,12 +311,55 @@ def test_a_fault_does_not_become_what_is_usual():
 
 @pytest.mark.parametrize(
     ("formats", "limit"),
-    [("w4a16", 3.0), ({"re:.*down_proj": "w4a16", "*": "int8"}, 3.0), ("fp8", 0.5), (None, 0.5)],
+    [("w4a16", 3.0), ({"re:.*down_proj": "w4a16", "*": "int8"}, 3.0), ("fp8", 0.5), (None, 0.1)],
 )
 def test_a_first_rollout_is_measured_by_its_format(formats, limit):
     proven(new_guard(rollout_quantization=formats), {KL: limit - 0.01})
     with pytest.raises(SyncError, match=f"at most {limit:.2g} would do"):
         proven(new_guard(rollout_quantization=formats), {KL: limit + 0.01})
+
+
+def test_a_cache_of_eight_bits_rounds_as_well():
+    cache = {"kv_cache_dtype": "fp8"}
+    guard = new_guard(rollout_quantization=None, vllm_engine_kwargs=cache)
+    assert proven(guard, {KL: 0.49}) == [True]
+
+
+def test_a_low_temperature_sharpens_the_noise_of_rounding():
+    assert proven(new_guard(temperature=0.1), {KL: 4.9, CONTRADICTED: 0.2}) == [True]
+    with pytest.raises(SyncError, match="at most 5 would do"):
+        proven(new_guard(temperature=0.1), {KL: 5.1})
+    with pytest.raises(SyncError, match="at most 0.5 would do"):
+        proven(new_guard(temperature=2.0), {KL: 0.51})
+    with pytest.raises(SyncError, match="unlikely"):
+        proven(new_guard(temperature=1.0), {CONTRADICTED: 0.2})
+
+
+def test_a_difference_that_grows_step_by_step_does_not_become_usual():
+    """As that of an engine that keeps its first weights does."""
+    rows = [{KL: 0.01 * 1.2**step} for step in range(WINDOW + 9)]  # up to 0.107
+    assert rows[-1][KL] > 0.1 > rows[-2][KL] and all(proven(new_guard(), *rows[:-1]))
+    with pytest.raises(SyncError, match="at most 0.21 would do"):
+        proven(new_guard(), *rows, {KL: 0.22})
+    small = [{KL: 0.001}] * WINDOW
+    with pytest.raises(SyncError, match="at most 0.1 would do"):  # which INT8 has in healthy runs
+        proven(new_guard(), *small, {KL: 0.024}, {KL: 0.099}, {KL: 0.11})
+
+
+def test_a_first_rollout_is_not_blamed_on_an_update():
+    with pytest.raises(SyncError) as first:
+        proven(new_guard(), {KL: 1.0})
+    with pytest.raises(SyncError) as later:
+        proven(new_guard(), {KL: 0.02}, {KL: 1.0})
+    assert "learning_rate" in str(later.value) and "learning_rate" not in str(first.value)
+
+
+def test_a_contradiction_between_two_proofs_asks_for_one():
+    guard = new_guard()
+    assert guard.is_contradicted(QUIET | {KL: 0.6}, training=True)
+    assert not guard.is_contradicted(QUIET, training=True)
+    assert not guard.is_contradicted({}, training=True)
+    assert not new_guard(top_k=1).is_contradicted(QUIET | {KL: 0.6}, training=True)
 
 
 def test_tokens_of_a_cut_distribution_show_nothing():
@@ -350,8 +393,11 @@ def test_without_tokens_nothing_is_shown():
 def test_a_rollout_ahead_is_compared_with_others_of_its_age():
     guard = new_guard(rollouts_ahead=1, vllm_mode="server")
     assert proven(guard, {KL: 0.0001}, {KL: 0.03}, {KL: 0.09}) == [True, True, True]
-    with pytest.raises(SyncError, match="at most 0.45"):
-        proven(guard, {KL: 0.5})
+    assert proven(guard, {KL: 0.8}) == [True]
+    fresh = new_guard(rollouts_ahead=1, vllm_mode="server")
+    proven(fresh, {KL: 0.0001}, {KL: 0.03}, {KL: 0.09})
+    with pytest.raises(SyncError, match="at most 0.9"):
+        proven(fresh, {KL: 1.0})
 
 
 # Settings

@@ -41,11 +41,12 @@ BY_CHECK = {
     "old adapter kept": "it uses a different adapter than the one in",
     "adapter doubled before sending": OTHER_FUNCTION,
     "adapter not asked for": OTHER_FUNCTION,
+    "scale doubled before sending, own rollouts": OTHER_FUNCTION,
     "NaN in a quantized layer": "model.layers.1.mlp.up_proj.weight holds NaN or infinity",
     "infinity in the embedding": "model.embed_tokens.weight holds NaN or infinity",
     "NaN in an adapter": "layers.1.mlp.up_proj.lora_B.weight holds NaN or infinity",
 }
-SOUND = ["none", "adapter"]
+SOUND = ["none", "adapter", "own rollouts"]
 
 
 @pytest.fixture(scope="module")

@@ -72,6 +72,7 @@ def test_an_rloo_config_is_taken_as_it_is(tmp_path):
         pytest.raises(ValueError, match="train_dataset has 1 prompts, but a rollout"),
     ):
         warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "TRL currently supports vLLM")  # of vLLM 0.32
         started(theirs)
 
 

@@ -285,6 +285,11 @@ def test_a_file_is_refused(tmp_path):
         check_replaceable(tmp_path / "file")
 
 
+def test_a_quoted_home_directory_is_refused():
+    with pytest.raises(ValueError, match="~/out.*home directory"):
+        check_replaceable("~/out")
+
+
 def test_parameters_are_gone_through_to_the_end_when_writing_fails():
     state = []
 

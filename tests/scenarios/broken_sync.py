@@ -210,19 +210,43 @@ ADAPTER_FAULTS: dict[str, Fault] = {
 """With an adapter that is sent alone, with different ranks and scalings per layer."""
 
 
+OWN_FAULTS: dict[str, Fault] = {
+    "own rollouts": lambda generation: nullcontext(),
+    "scale doubled before sending, own rollouts": before_sending(doubled(SCALE)),
+}
+"""With a `rollout_func` whose completions are not what the engine has sampled at their place."""
+
+
+def two_turns(prompts: list[str], trainer: QuRLGRPOTrainer) -> dict[str, list]:
+    """The prompts of two turns, then the completions of two, as TRL's example for games has it."""
+    result: dict[str, list] = {
+        name: [[] for _ in prompts] for name in ("prompt_ids", "completion_ids", "logprobs")
+    }
+    for texts in (prompts, [f"guess {number % 3}" for number in range(len(prompts))]):
+        prompt_ids = [trainer.processing_class(text)["input_ids"] for text in texts]
+        _, completion_ids, logprobs, *_ = trainer.vllm_generation.generate(
+            prompts=prompt_ids, images=None, num_generations=GROUP
+        )
+        for i in range(len(prompts)):
+            result["prompt_ids"][i] += prompt_ids[i]
+            result["completion_ids"][i] += completion_ids[i]
+            result["logprobs"][i] += [token[0] for token in logprobs[i]]
+    return result
+
+
 def long_texts(count: int) -> Dataset:
     """Prompts that fill a block of the key-value cache, which a kept cache would answer from."""
     words = [("say " + "abcdefghij"[i % 10] * 3 + " and then ") * 5 for i in range(count)]
     return Dataset.from_dict({"prompt": [f"{text}{i}" for i, text in enumerate(words)]})
 
 
-def start(output_dir: str, **peft: Any) -> QuRLGRPOTrainer:
+def start(output_dir: str, **given: Any) -> QuRLGRPOTrainer:
     settings = BASE | {
         "vllm_max_model_length": 128,
         "sync_check_interval": 1,
         # vLLM on CPU caches in blocks of 128 tokens by default; 32 is its smallest block.
         "vllm_engine_kwargs": ENGINE | {"block_size": 32},
-        "weight_sync": "adapter" if peft else "auto",
+        "weight_sync": "adapter" if "peft_config" in given else "auto",
         "per_device_train_batch_size": 32,
         "steps_per_generation": 2,
         "gradient_accumulation_steps": 1,
@@ -236,7 +260,7 @@ def start(output_dir: str, **peft: Any) -> QuRLGRPOTrainer:
         args=QuRLGRPOConfig(output_dir, **settings),
         train_dataset=long_texts(64 // GROUP),
         processing_class=tiny_tokenizer(),
-        **peft,
+        **given,
     )
 
 
@@ -244,7 +268,8 @@ def roll_out(trainer: QuRLGRPOTrainer) -> None:
     """Sync and generate as a step of training does, and judge what was sampled."""
     trainer.model.train()
     rows = [row for row in trainer.train_dataset for _ in range(GROUP)]
-    trainer._generate_and_score_completions(rows)
+    trainer._step = 0  # TRL generates at the first micro-batch
+    trainer._prepare_inputs(rows)
 
 
 def messages(trainer: QuRLGRPOTrainer, faults: dict[str, Fault]) -> dict[str, str | None]:
@@ -273,10 +298,15 @@ def main() -> None:
     record = {}
     patterns = {"rank_pattern": {"up_proj": 8}, "alpha_pattern": {"layers.0.mlp.down_proj": 3}}
     lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, **patterns)
-    for faults, peft in ((FAULTS, {}), (ADAPTER_FAULTS, {"peft_config": lora})):
+    runs = (
+        (FAULTS, {}),
+        (ADAPTER_FAULTS, {"peft_config": lora}),
+        (OWN_FAULTS, {"rollout_func": two_turns}),
+    )
+    for faults, given in runs:
         requested = {fault: context for fault, context in faults.items() if fault in sys.argv[2:]}
         if requested:
-            trainer = start(sys.argv[1], **peft)
+            trainer = start(sys.argv[1], **given)
             KEPT.append(trainer)
             record |= messages(trainer, requested)
     print_record(record)

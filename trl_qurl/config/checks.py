@@ -115,6 +115,11 @@ def check_sampling(config: Any, stacklevel: int) -> None:
     https://github.com/vllm-project/vllm/issues/42259.
     """
     overrides = config.generation_kwargs or {}
+    if not isinstance(overrides, Mapping):
+        raise ValueError(
+            f"generation_kwargs is {overrides!r}, but must be a dictionary of sampling parameters, "
+            "such as {'stop': ['\\n\\n']}."
+        )
     for name, value in overrides.items():
         if name in SAMPLING_PARAMETERS:
             raise ValueError(

@@ -64,8 +64,14 @@ NUMBERS = {
     "importance_cap": Number(lambda cap: cap > 0, "a ratio above 0, or None for no cap"),
 }
 
-GROUP_NUMBERS = {"num_generations": Number(lambda number: number >= 1, "1 or more")}
-"""Checked before TRL divides by them."""
+GROUP_NUMBERS = {
+    "num_generations": Number(lambda number: number >= 1, "1 or more"),
+    "top_p": Number(lambda share: 0 < share <= 1, "a share above 0, at most 1 (1 cuts nothing)"),
+    "top_k": Number(lambda tokens: tokens >= -1, "a number of tokens, or 0 for all"),
+    "min_p": Number(lambda share: 0 <= share <= 1, "in [0, 1] (0 cuts nothing)"),
+    "repetition_penalty": Number(lambda factor: 0 < factor < inf, "positive (1 changes nothing)"),
+}
+"""Checked before TRL divides by them, or vLLM has started."""
 
 CRITIC_NUMBERS = {
     "gamma": Number(lambda gamma: 0 <= gamma <= 1, "in [0, 1] (verl's setting is 1)"),
@@ -97,6 +103,12 @@ CONFLICTS = (
         ),
         "only the adapter is sent, to an engine with a quantized base",
         "Choose a format and weight_sync='adapter', or set round_base=False",
+    ),
+    Conflict(
+        ("rollout_checkpoint_dir",),
+        lambda config: (config.rollout_checkpoint_dir or "").startswith("~"),
+        "'~' stands for your home directory only in a shell, unquoted",
+        "Write the path out",
     ),
     Conflict(
         ("weight_sync", "rollout_quantization", "world_size"),

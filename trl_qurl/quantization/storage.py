@@ -20,6 +20,7 @@ from filelock import FileLock
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from trl_qurl.paths import home_advice
 from trl_qurl.quantization.checkpoint_form import NamedTensors
 from trl_qurl.signals import exits_on_signals
 
@@ -119,8 +120,13 @@ def _lock(directory: Path) -> int:
 
 
 def check_replaceable(path: str | os.PathLike[str]) -> None:
-    """Raise `FileExistsError` if `path` holds something other than a quantized checkpoint."""
+    """Raise `FileExistsError` if `path` holds something other than a quantized checkpoint.
+
+    Raises `ValueError` for a `~`, which would become the name of a directory.
+    """
     path = Path(path)
+    if path.parts[:1] == ("~",):
+        raise ValueError(f"The checkpoint cannot be written to {path}.{home_advice(path)}")
     if not path.exists():
         return
     contents = "is a file"

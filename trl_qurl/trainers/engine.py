@@ -4,7 +4,7 @@ import functools
 import inspect
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import ModuleType
@@ -100,6 +100,10 @@ class QuantizedEngineMixin(CheckpointsMixin):
         self._mismatch = MismatchTally(self.accelerator)
         self._guard = MismatchGuard(args)
         self.add_callback(self._guard)
+        # Judges samples; without a history of other rollouts, if those are no samples.
+        self._sample_guard = self._guard
+        if self._scores_rollouts and not self._scores_samples:
+            self._sample_guard = MismatchGuard(args)
 
     def _backend_factory(self, args: Any) -> Callable[..., QuantizedVLLMGeneration]:
         """Return what TRL calls, with settings of its own, to start the engine."""
@@ -170,28 +174,52 @@ class QuantizedEngineMixin(CheckpointsMixin):
         self._step_timer.started += time.perf_counter() - started  # not a part of the update
         return inputs
 
+    @property
+    def _scores_samples(self) -> bool:
+        """Whether what the trainer scores is what the engine has sampled.
+
+        What a `rollout_func` returns need not be: it may put the texts of several turns together.
+        """
+        return self._scores_rollouts and getattr(self, "rollout_func", None) is None
+
     def _score_samples(self) -> None:
-        """Score a few of the completions, if a proof is due and the trainer will not score them."""
+        """Score a few of the completions, if a proof is due and the trainer does not score them."""
         generation = self.vllm_generation
-        has_sampled = generation.cost.tokens > 0
-        if self._scores_rollouts or not generation.sync.needs_proof or not has_sampled:
+        if self._scores_samples or not generation.sync.needs_proof:
             return
-        samples = generation.samples
-        if samples.has_images:  # which the policy would need as well
+        # The policy would need images as well.
+        is_useless = generation.cost.tokens == 0 or generation.samples.has_images
+        useless = torch.tensor([float(is_useless)], device=self.accelerator.device)
+        if self._sum_over_processes(useless).item():
             return
+        tally = MismatchTally(self.accelerator)
         with generation.cost.timed("check_s"):
-            for logps in scored_samples(self.model, samples, generation.temperature):
-                self._mismatch.add(*logps, cap_of(self.args))
-        self._record_mismatch()
+            for logps in scored_samples(self.model, generation.samples, generation.temperature):
+                tally.add(*logps, cap_of(self.args))
+        metrics = tally.pop()
+        self._prove(metrics)
+        if self._scores_rollouts:
+            self._sample_guard.judge(metrics, self._mode == "train")
+        else:
+            self._record(metrics | self._guard.observe(metrics, self._mode == "train"))
+
+    def _prove(self, metrics: Mapping[str, float]) -> None:
+        """Let the guard judge whether the engine computes the policy's function."""
+        is_gpu = self.accelerator.device.type == "cuda"
+        is_proven = self._sample_guard.prove(metrics, self._mode == "train", asks_again=is_gpu)
+        self.vllm_generation.sync.needs_proof = not is_proven
 
     def _record_mismatch(self) -> None:
         """Log the mismatch of the rollout just scored, and judge it. A collective operation."""
         metrics = self._mismatch.pop()
         training = self._mode == "train"
         sync = self.vllm_generation.sync
-        if sync.needs_proof:
-            is_gpu = self.accelerator.device.type == "cuda"
-            sync.needs_proof = not self._guard.prove(metrics, training, asks_again=is_gpu)
+        if self._scores_samples:
+            if sync.needs_proof:
+                self._prove(metrics)
+            elif self.args.sync_check_interval:
+                # What is contradicted between two proofs asks for one: of the next rollout.
+                sync.needs_proof = self._guard.is_contradicted(metrics, training)
         self._record(metrics | self._guard.observe(metrics, training))
 
     def _record_cost(self) -> None:

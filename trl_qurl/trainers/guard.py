@@ -20,7 +20,7 @@ from accelerate.logging import get_logger
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from trl_qurl.config.checks import biasing_settings
-from trl_qurl.quantization.plan import Formats, schemes_of
+from trl_qurl.quantization.plan import schemes_of
 from trl_qurl.rollout.errors import SyncError
 
 logger = get_logger(__name__)  # logs in the main process only
@@ -48,7 +48,8 @@ BIAS = 0.05
 """Of the mean ρ, whose expectation is 1. 0.061 ± 0.063 was seen, and 0.9 with sampling options."""
 
 CONTRADICTION = 0.002
-"""Share of tokens; none was seen."""
+"""Share of tokens; none was seen. Below a temperature of 1, it shows nothing: sharpened, a near tie
+is sure on both sides."""
 
 SMALLEST_JUMP = 0.005
 """Of the KL, in nats per token."""
@@ -69,6 +70,13 @@ USUAL = 0.1
 
 USUAL_IN_FOUR_BITS = 0.6
 """The same for weights of four bits or fewer; 0.53 was seen, in a model of 270M parameters."""
+
+USUAL_IN_16_BITS = 0.02
+"""The same without any rounding; 0.0062 was seen."""
+
+GROWTH = 10.0
+"""Over the largest KL of a run's first `WINDOW` rollouts: what grows slowly, as an engine does that
+keeps its first weights, is a fault beyond it; 5.6 was seen."""
 
 WINDOW = 5
 """Rollouts per median; also training rollouts without a finding that end an alarm."""
@@ -102,10 +110,20 @@ AHEAD = (
 )
 
 
-def usual_at_first(formats: Formats) -> float:
-    """Return the KL that formats are expected to have in a run's first rollout."""
-    bits = [scheme.library_scheme.weights.num_bits for scheme in schemes_of(formats)]
-    return USUAL_IN_FOUR_BITS if bits and min(bits) <= 4 else USUAL
+def usual_at_first(args: Any) -> float:
+    """Return the KL that a config's rollouts are expected to have at first, in nats per token.
+
+    Dividing the logits by a temperature below 1 multiplies the noise of their rounding.
+    """
+    schemes = schemes_of(args.rollout_quantization)
+    bits = [scheme.library_scheme.weights.num_bits for scheme in schemes]
+    rounds_cache = "kv_cache_dtype" in (args.vllm_engine_kwargs or {})
+    usual = USUAL
+    if bits and min(bits) <= 4:
+        usual = USUAL_IN_FOUR_BITS
+    elif not bits and not rounds_cache and not args.rollouts_ahead:
+        usual = USUAL_IN_16_BITS
+    return usual / min(1.0, args.temperature)
 
 
 class Finding(NamedTuple):
@@ -127,9 +145,11 @@ class MismatchGuard(TrainerCallback):
         self._stops = args.mismatch_guard == "stop"
         self._kl_limit = args.mismatch_guard_kl
         self._cuts_distribution = bool(biasing_settings(args))
-        self._usual_at_first = usual_at_first(args.rollout_quantization)
+        self._usual_at_first = usual_at_first(args)
+        self._is_sharpened = args.temperature < 1
         self._is_ahead = bool(args.rollouts_ahead)
         self._jump = OTHER_JUMP if self._is_ahead else JUMP
+        self._fault = OTHER_JUMP if self._is_ahead else FAULT
         self._drift_advice = ROUNDING
         if self._is_ahead:
             self._drift_advice = AHEAD
@@ -142,6 +162,8 @@ class MismatchGuard(TrainerCallback):
         self._rollouts: deque[Mapping[str, float]] = deque(maxlen=WINDOW)  # of training
         self._largest: float | None = None  # KL of the rollouts without a finding
         self._usual: float | None = None  # largest KL of the rollouts that no fault explains
+        self._usual_early = 0.0  # the same of the first `WINDOW` of training
+        self._early = WINDOW  # how many of these are still to come
         self._quiet = WINDOW  # training rollouts since the latest finding
         # Of rollouts ahead, the first is no measure: the weights that score it have sampled it.
         self._skips_first = self._is_ahead
@@ -187,6 +209,9 @@ class MismatchGuard(TrainerCallback):
                 self._largest = max(self._largest or 0.0, row[KL])
             if not self.contradiction(row, training):
                 self._usual = max(self._usual or 0.0, row[KL])
+                if training and self._early:
+                    self._early -= 1
+                    self._usual_early = self._usual
         return [] if had_alarm else findings
 
     def _judge_rollout(self, row: Mapping[str, float], jump: float) -> Iterator[Finding]:
@@ -211,8 +236,7 @@ class MismatchGuard(TrainerCallback):
             yield Finding(f"{KL} is {row[KL]:.3g} (threshold {limit:.2g})", advice)
 
         share = row[CONTRADICTED]
-        noise = errors * math.sqrt(share / row[TOKENS])
-        if share - noise >= CONTRADICTION:
+        if self._has_contradicted_tokens(row, errors):
             text = f"{CONTRADICTED} is {share:.3g} (threshold {CONTRADICTION:g})"
             yield Finding(text, FUNCTION if is_first else STALE)
 
@@ -228,20 +252,40 @@ class MismatchGuard(TrainerCallback):
                 text = f"the median of {name} is {sign * value:.3g} (threshold {limit:g})"
                 yield Finding(text, self._drift_advice)
 
+    def _has_contradicted_tokens(self, row: Mapping[str, float], errors: float) -> bool:
+        share = row[CONTRADICTED]
+        noise = errors * math.sqrt(share / row[TOKENS])
+        return not self._is_sharpened and share - noise >= CONTRADICTION
+
     def contradiction(self, row: Mapping[str, float], training: bool = True) -> str:
         """Return what neither rounding nor an update explains, as a clause; empty for nothing."""
-        usual = self._usual_at_first if self._usual is None else max(SMALLEST_JUMP, self._usual)
-        limit = usual * (FAULT if training else OTHER_JUMP)
+        limit = self._fault_limit(training)
         if row[KL] - FIRST_ERRORS * row[KL_ERROR] >= limit:
             figure = f"{row[KL]:.3g} ± {row[KL_ERROR]:.1g}"
             return f"{KL} is {figure}, but at most {limit:.2g} would do"
-        share = row[CONTRADICTED]
-        noise = ERRORS * math.sqrt(share / row[TOKENS])
-        if share - noise >= CONTRADICTION:
+        if self._has_contradicted_tokens(row, ERRORS):
+            share = row[CONTRADICTED]
             return (
                 f"the policy finds {share:.1%} of the tokens unlikely that the engine was sure of"
             )
         return ""
+
+    def _fault_limit(self, training: bool) -> float:
+        """Return the KL from which it is a fault, in nats per token."""
+        jump = self._fault if training else OTHER_JUMP
+        if self._usual is None:
+            return self._usual_at_first * jump
+        limit = max(SMALLEST_JUMP, self._usual) * jump
+        if self._early:
+            return limit
+        grown = max(SMALLEST_JUMP, self._usual_early) * GROWTH
+        return min(limit, max(grown, self._usual_at_first))
+
+    def is_contradicted(self, row: Mapping[str, float], training: bool) -> bool:
+        """Return whether a rollout that proves nothing yet speaks against the engine's function."""
+        if self._cuts_distribution or KL not in row:
+            return False
+        return bool(self.contradiction(row, training))
 
     def prove(self, row: Mapping[str, float], training: bool, asks_again: bool) -> bool:
         """Return whether a rollout shows that the engine computes the policy's function.
@@ -274,11 +318,14 @@ class MismatchGuard(TrainerCallback):
             self._was_contradicted = True
             logger.warning(f"{text} The next rollout decides whether the run stops.")
             return False
-        raise SyncError(
-            f"{text} It does not use the weights that were sent, or one update has changed the "
-            f"policy this much. {FUNCTION} Resume from the last checkpoint, with a lower "
-            "learning_rate if grad_norm grew; sync_check_interval=0 turns this check off."
-        )
+        way = f"It does not use the weights that were sent. {FUNCTION}"
+        if self._usual is not None:
+            way = (
+                "It does not use the weights that were sent, or one update has changed the policy "
+                f"this much. {FUNCTION} Resume from the last checkpoint, with a lower "
+                "learning_rate if grad_norm grew."
+            )
+        raise SyncError(f"{text} {way} sync_check_interval=0 turns this check off.")
 
     def on_step_end(
         self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any

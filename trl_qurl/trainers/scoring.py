@@ -47,23 +47,37 @@ def scored_samples(model: Any, samples: Samples, temperature: float) -> Iterator
 
     A collective operation where the model is sharded, because all processes have as many samples.
     """
-    was_training = model.training
-    model.eval()  # the engine has no dropout either
     every = max(1, len(samples.prompts) // SCORED_SAMPLES)  # those of one prompt are neighbors
     chosen = range(0, len(samples.prompts), every)[:SCORED_SAMPLES]
     logps = valid_logps([[token[0] for token in samples.behavior_logps[i]] for i in chosen])
-    device = model.device
-    for number, behavior in zip(chosen, logps, strict=True):
-        completion = samples.completions[number][:SCORED_TOKENS]
-        ids = torch.tensor([samples.prompts[number] + completion], device=device)
-        length = len(completion)
-        logits = model(input_ids=ids, use_cache=False, logits_to_keep=length + 1).logits[:, :-1]
-        targets = ids[:, ids.size(1) - length :]
-        proximal = selective_log_softmax(logits.float() / temperature, targets)
-        known = [math.nan if logp is None else logp for logp in behavior[:length]]
-        behavior_logps = torch.tensor([known], device=device)
-        yield ScoredTokens(proximal, behavior_logps, torch.ones_like(targets, dtype=torch.bool))
-    model.train(was_training)
+    was_training = model.training
+    model.eval()  # the engine has no dropout either
+    try:
+        for number, behavior in zip(chosen, logps, strict=True):
+            prompt = samples.prompts[number]
+            completion = samples.completions[number][:SCORED_TOKENS]
+            yield scored_sample(model, prompt, completion, behavior, temperature)
+    finally:
+        model.train(was_training)
+
+
+def scored_sample(
+    model: Any,
+    prompt: list[int],
+    completion: list[int],
+    behavior: list[float | None],
+    temperature: float,
+) -> ScoredTokens:
+    """Score a completion of T tokens with the policy, in one forward pass."""
+    ids = torch.tensor([prompt + completion], device=model.device)
+    length = len(completion)
+    logits = model(input_ids=ids, use_cache=False, logits_to_keep=length + 1).logits[:, :-1]
+    targets = ids[:, ids.size(1) - length :]
+    proximal_logps = selective_log_softmax(logits.float() / temperature, targets)
+    known = [math.nan if logp is None else logp for logp in behavior[:length]]
+    behavior_logps = torch.tensor([known], device=model.device)
+    mask = torch.ones_like(targets, dtype=torch.bool)
+    return ScoredTokens(proximal_logps, behavior_logps, mask)
 
 
 def learned_tokens(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
