@@ -18,6 +18,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
@@ -81,6 +82,10 @@ SATURATES = "vnni" not in INSTRUCTIONS
 
 needs_vnni = pytest.mark.skipif(
     SATURATES, reason="without VNNI, sums in oneDNN's INT8 kernel saturate"
+)
+
+needs_llmcompressor = pytest.mark.skipif(
+    find_spec("llmcompressor") is None, reason="needs llm-compressor (trl-qurl[llmcompressor])"
 )
 
 needs_trl_1_16 = pytest.mark.skipif(

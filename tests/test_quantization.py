@@ -1,6 +1,5 @@
 """The streamed quantizer: by hand, and against llm-compressor bit for bit."""
 
-import importlib.util
 import json
 import weakref
 
@@ -11,6 +10,7 @@ from compressed_tensors.quantization import preset_name_to_scheme
 from compressed_tensors.quantization.lifecycle import forward_helpers
 from compressed_tensors.quantization.quant_args import round_to_quantized_type_args
 from compressed_tensors.quantization.utils import calculate_qparams
+from conftest import needs_llmcompressor
 from safetensors.torch import load_file
 from tiny import FAMILIES, WHOLE_BLOCKS, layers_of, stream_of, tiny_model, tiny_tokenizer
 from torch.overrides import TorchFunctionMode
@@ -24,11 +24,6 @@ from trl_qurl.quantization import (
     write_checkpoint,
 )
 from trl_qurl.quantization.merging import model_parameters
-
-needs_llmcompressor = pytest.mark.skipif(
-    importlib.util.find_spec("llmcompressor") is None,
-    reason="needs llm-compressor (trl-qurl[llmcompressor])",
-)
 
 INT8, FP8, W4A16, W8A16 = (SCHEMES[name] for name in ("int8", "fp8", "w4a16", "w8a16"))
 FP8_BLOCK, MXFP8 = (SCHEMES[name] for name in ("fp8_block", "mxfp8"))

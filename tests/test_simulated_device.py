@@ -9,9 +9,11 @@ import collections
 import math
 import traceback
 import weakref
+from importlib.metadata import version
 
 import pytest
 import torch
+from packaging.version import Version
 from tiny import stream_of
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,6 +26,11 @@ from trl_qurl.quantization import SCHEMES
 from trl_qurl.quantization.merging import model_parameters
 from trl_qurl.quantization.uaq import scale_model_
 from trl_qurl.rollout.checks import tensors as checks
+
+needs_scales_without_waits = pytest.mark.skipif(
+    Version(version("compressed-tensors")) < Version("0.19"),
+    reason="compressed-tensors 0.17 waits for the device at each scale (float(bit_range))",
+)
 
 GRID = torch.bfloat16
 LAYERS = 3
@@ -222,6 +229,7 @@ def check_budgets(watch, model, name):
     assert peak <= 1.5 * 4 * largest + CHUNKS, f"peak of {peak / largest / 4:.2f} tensors"
 
 
+@needs_scales_without_waits
 @pytest.mark.parametrize("name", SCHEMES)
 def test_a_checked_sync_stays_on_the_device_and_within_its_budgets(name, watch):
     check_budgets(watch, *sync(watch, name))
@@ -249,6 +257,7 @@ PLANTED = {
 }
 
 
+@needs_scales_without_waits
 @pytest.mark.parametrize("fault", PLANTED)
 def test_a_fault_exceeds_its_budget(fault, watch):
     plant, message = PLANTED[fault]
@@ -265,6 +274,7 @@ def test_tensors_of_two_devices_do_not_meet(watch):
 
 
 # those read a shape's values
+@needs_scales_without_waits
 @pytest.mark.parametrize("name", [name for name in SCHEMES if not name.endswith("a16")])
 def test_a_rounded_layer_stays_on_the_device(name, watch, monkeypatch):
     with torch.device("cuda"), no_init_weights():

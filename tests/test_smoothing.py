@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import needs_vnni
+from conftest import needs_llmcompressor, needs_vnni
 from support.dense_models import VARIANTS, dense_model, logits
 from support.training import rollout_rows
 from tiny import rollout_settings, save_tiny, stream_of, tiny_model, with_outliers
@@ -169,7 +169,7 @@ def test_state_of_other_layers_is_not_loaded(before, after):
     [
         {"rollout_quantization": None},
         {"rollout_quantization": "fp8"},
-        {"weight_sync": "llmcompressor"},
+        pytest.param({"weight_sync": "llmcompressor"}, marks=needs_llmcompressor),
         {"weight_sync": "adapter"},
         {"round_base": True},
     ],
