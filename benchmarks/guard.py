@@ -99,6 +99,13 @@ class Replay(NamedTuple):
     farthest: dict[str, float]
 
 
+def formats_of(run: Run) -> str | None:
+    """Return a format with as many bits for a run's weights as the study's codes."""
+    name = run.settings["rollout_quantization"]
+    codes = (name or "").partition("_")[0]
+    return "w4a16" if codes in CODE_BITS else name and codes
+
+
 def replay(run: Run, tokens: int, ahead: bool) -> Replay:
     """Show each rollout to a guard."""
     # the cap's name in logs until November 2026
@@ -106,7 +113,7 @@ def replay(run: Run, tokens: int, ahead: bool) -> Replay:
     settings = SimpleNamespace(
         mismatch_guard="warn",
         mismatch_guard_kl=QuantizedRolloutsConfig.mismatch_guard_kl,
-        rollout_quantization=run.settings["rollout_quantization"],
+        rollout_quantization=formats_of(run),
         round_base=False,
         rollouts_ahead=int(ahead),
         temperature=1.0,

@@ -75,8 +75,8 @@ USUAL_IN_16_BITS = 0.02
 """The same without any rounding; 0.0062 was seen."""
 
 GROWTH = 10.0
-"""Over the largest KL of a run's first `WINDOW` rollouts: what grows slowly, as an engine does that
-keeps its first weights, is a fault beyond it; 5.6 was seen."""
+"""Over the KL of a run's first rollout: what grows slowly, as with an engine that keeps its first
+weights, is a fault beyond it; 6.2 was seen."""
 
 WINDOW = 5
 """Rollouts per median; also training rollouts without a finding that end an alarm."""
@@ -162,8 +162,7 @@ class MismatchGuard(TrainerCallback):
         self._rollouts: deque[Mapping[str, float]] = deque(maxlen=WINDOW)  # of training
         self._largest: float | None = None  # KL of the rollouts without a finding
         self._usual: float | None = None  # largest KL of the rollouts that no fault explains
-        self._usual_early = 0.0  # the same of the first `WINDOW` of training
-        self._early = WINDOW  # how many of these are still to come
+        self._first: float | None = None  # KL of the first of these in training
         self._quiet = WINDOW  # training rollouts since the latest finding
         # Of rollouts ahead, the first is no measure: the weights that score it have sampled it.
         self._skips_first = self._is_ahead
@@ -209,9 +208,8 @@ class MismatchGuard(TrainerCallback):
                 self._largest = max(self._largest or 0.0, row[KL])
             if not self.contradiction(row, training):
                 self._usual = max(self._usual or 0.0, row[KL])
-                if training and self._early:
-                    self._early -= 1
-                    self._usual_early = self._usual
+                if training and self._first is None:
+                    self._first = row[KL]
         return [] if had_alarm else findings
 
     def _judge_rollout(self, row: Mapping[str, float], jump: float) -> Iterator[Finding]:
@@ -276,9 +274,9 @@ class MismatchGuard(TrainerCallback):
         if self._usual is None:
             return self._usual_at_first * jump
         limit = max(SMALLEST_JUMP, self._usual) * jump
-        if self._early:
+        if self._first is None or self._is_ahead:  # which grows as the policy learns to move
             return limit
-        grown = max(SMALLEST_JUMP, self._usual_early) * GROWTH
+        grown = max(SMALLEST_JUMP, self._first) * GROWTH
         return min(limit, max(grown, self._usual_at_first))
 
     def is_contradicted(self, row: Mapping[str, float], training: bool) -> bool:
