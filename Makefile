@@ -40,7 +40,7 @@ demo-rloo: setup ## the same as demo with RLOO's loss
 	$(BIN)/trl-qurl demo --algorithm rloo --scheme $(SCHEME) --output-dir demo-output-rloo
 
 docs: setup ## build the documentation into site/; any warning is an error
-	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(BIN)/mkdocs build --strict
 	@echo "Documentation: site/index.html (its search works when it is served: make docs-serve)"
 
 docs-serve: setup ## serve the documentation at http://127.0.0.1:8008 while you write

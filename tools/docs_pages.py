@@ -8,6 +8,7 @@ docs/ need no changes for the site.
 
 import io
 import json
+import logging
 import os
 import posixpath
 import re
@@ -48,6 +49,13 @@ LINK = re.compile(r"\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)")  # or an image
 BADGE = re.compile(r"\[!\[[^\]]*\]\(https:[^)]*\)\]\([^)]*\)")  # an image from elsewhere
 CELL = re.compile(r"<t[dh]\b.*?</t[dh]>", re.DOTALL)
 CODE = re.compile(r"<code>(?P<text>[^<>]*)</code>")
+LOADED = re.compile(
+    r"<(?:script|img|iframe|source)[^>]* src=\"(?!data:)(?:https?:)?//[^\"]+\""
+    r"|<link[^>]* rel=\"(?:stylesheet|icon|preconnect|preload)\"[^>]*//[^>]*>"
+)
+"""What a page loads from another host."""
+QUOTED = re.compile(r'<details class="mkdocstrings-source">.*?</details>', re.DOTALL)
+LOG = logging.getLogger("mkdocs.plugins.docs_pages")  # where a warning is an error of `--strict`
 FENCE = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
 
 
@@ -151,6 +159,14 @@ def on_page_content(page_html: str, page: Page, config: MkDocsConfig, files: Fil
     return CELL.sub(lambda cell: CODE.sub(_breakable, cell[0]), page_html)
 
 
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Warn of what a page loads from elsewhere, and of formulas that no hook has drawn."""
+    shown = QUOTED.sub("", output)
+    for problem in (*LOADED.findall(shown), *re.findall(r"\$\$|arithmatex", shown)):
+        LOG.warning("%s has %s", page.file.src_uri, problem)
+    return output
+
+
 def _breakable(code: re.Match[str]) -> str:
     text = re.sub(r"([/_.=])(?=[A-Za-z])", r"\1<wbr>", code["text"])
     return f"<code>{text}</code>"
@@ -166,6 +182,8 @@ def _converted(link: re.Match[str], source: str, uri: str, repo_url: str | None)
     if page is None:
         if repo_url:
             return f"[{text}]({repo_url.rstrip('/')}/blob/main/{path})"
+        if not (ROOT / path).exists():
+            LOG.warning("%s links to %s, which does not exist", source, path)
         if not (ROOT / path).is_file():  # a folder
             return text if path in text else f"{text} (`{path}`)"
         page = f"files/{path}.txt"

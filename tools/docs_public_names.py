@@ -1,7 +1,7 @@
 """Hook of mkdocs: a table of every name in the reference, with the first line of its docstring.
 
-The table lists what docs/reference.md shows below it with `::: name` lines; tests/test_site.py
-compares it with the code.
+The table lists what docs/reference.md shows below it with `::: name` lines;
+tests/test_documentation.py compares it with the code.
 """
 
 import re
