@@ -2,99 +2,79 @@
 not.
 """
 
-import functools
+import importlib
 import re
-import sys
 import zipfile
 
 import pytest
 from documents import ROOT
 
-sys.path.insert(0, str(ROOT / "tools"))
-
-import cuda_contract  # noqa: E402
-
 WORKER = "vllm/v1/worker/gpu_worker.py"
+MEMORY = "before_sleep = torch.accelerator.get_memory_info()[0]"
 
 
 @pytest.fixture
-def make_wheel(tmp_path):
-    """Makes a wheel of the installed sources, with some replaced or added."""
-    site = cuda_contract.contract.source_file("vllm").parents[1]
+def compare(monkeypatch, tmp_path, capfd):
+    """Compare a wheel of the installed sources, with some replaced or added; the exit status, what
+    is printed, and the names that are missing or differ.
+    """
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    command = importlib.import_module("cuda_contract")
+    site = command.contract.source_file("vllm").parents[1]
+    sources = {str(file.relative_to(site)): file for file in (site / "vllm").rglob("*.py")}
 
-    def make(**changes):
-        path = tmp_path / "vllm-0.0.0-py3-none-any.whl"
-        sources = {
-            str(file.relative_to(site)): file.read_bytes().decode()
-            for file in (site / "vllm").rglob("*.py")
-        }
-        sources |= {name: change(sources.get(name, "")) for name, change in changes.items()}
-        with zipfile.ZipFile(path, "w") as wheel:
-            for name, text in sources.items():
-                wheel.writestr(name, text)
-        return str(path)
+    def compare(tests, **changes):
+        wheel = tmp_path / "vllm-0.0.0-py3-none-any.whl"
+        with zipfile.ZipFile(wheel, "w") as archive:
+            for name, file in sources.items():
+                archive.writestr(name, changes.pop(name, file.read_bytes().decode()))
+            for name, text in changes.items():
+                archive.writestr(name, text)
+        if not tests:  # they are slow
+            monkeypatch.setattr(command, "run_contract", lambda site: True)
+        status = command.main([str(wheel)])
+        printed = capfd.readouterr().out
+        found = re.findall(r"^  (MISSING|DIFFERS) +(\S+)$", printed, re.MULTILINE)
+        return status, printed, {(state, name.rpartition(".")[2]) for state, name in found}
 
-    return make
+    compare.worker = sources[WORKER].read_text()
+    compare.command = command
+    return compare
 
 
-def states(printed):
-    """The names that are not the same in both builds, and what is wrong with them."""
-    return {
-        name: state
-        for state, name in re.findall(r"^  (DIFFERS|MISSING) *(\S+)$", printed, re.MULTILINE)
+def test_other_files_and_other_lines_may_differ(compare):
+    worker = compare.worker.replace("def execute_model(", "def run_model(") + "# more\n"
+    changes = {"vllm/_version.py": "", "vllm/third_party/more.py": "", WORKER: worker}
+    status, printed, found = compare(tests=False, **changes)
+    assert status == 0 and not found
+    differing = re.findall(r"^  (vllm/.*)", printed, re.MULTILINE)
+    expected = {
+        "vllm/_version.py differs",
+        f"{WORKER} differs",
+        "vllm/third_party: 1 more in the wheel",
     }
+    assert set(differing) == expected
 
 
-def test_other_files_and_other_lines_may_differ(make_wheel, capfd, monkeypatch):
-    # slow, and the next test runs it
-    monkeypatch.setattr(cuda_contract, "run_contract", lambda site: True)
-    wheel = make_wheel(
-        **{
-            "vllm/_version.py": lambda text: "version = '0.0.0'\n",
-            "vllm/third_party/kernels.py": lambda text: "",
-            WORKER: lambda text: text.replace("def execute_model(", "def run_model(") + "# more\n",
-        }
-    )
-    assert cuda_contract.main([wheel]) == 0
-    printed = capfd.readouterr().out
-    assert not states(printed) and "same    vllm.v1.worker.gpu_worker.Worker.get_model\n" in printed
-    differing = re.findall(r"^  vllm/.*", printed, re.MULTILINE)
-    assert differing == [f"  {name} differs" for name in ("vllm/_version.py", WORKER)] + [
-        "  vllm/third_party: 1 more in the wheel"
-    ]
-
-
-def test_a_name_that_is_gone_or_defined_otherwise_fails(make_wheel, capfd):
-    replaced = {
-        "def get_model(": "def model(",
-        "before_sleep = torch.accelerator.get_memory_info()[0]": "before_sleep = 0",
-    }
-    wheel = make_wheel(
-        **{
-            WORKER: lambda text: functools.reduce(
-                lambda t, item: t.replace(*item), replaced.items(), text
-            )
-        }
-    )
-    assert cuda_contract.main([wheel]) == 1
-    printed = capfd.readouterr().out
-    assert states(printed) == {
-        "vllm.v1.worker.gpu_worker.Worker.get_model": "MISSING",
-        "vllm.v1.worker.gpu_worker.Worker.sleep": "DIFFERS",
-    }
+def test_a_name_that_is_gone_or_defined_otherwise_fails(compare):
+    worker = compare.worker.replace("def get_model(", "def model(")
+    worker = worker.replace(MEMORY, "before_sleep = 0")
+    status, printed, found = compare(tests=True, **{WORKER: worker})
+    assert status == 1 and found == {("MISSING", "get_model"), ("DIFFERS", "sleep")}
     assert "Worker.get_model is gone: RolloutWorker repairs the model it returns" in printed
 
 
-def test_a_package_is_compared_by_what_its_modules_define():
-    name = cuda_contract.Name("vllm.model_executor.layers.fused_moe", "UnquantizedFusedMoEMethod")
-    assert cuda_contract.source_of(name).count("\n    def ") > 5
-
-
-@pytest.mark.parametrize("wheel", ["missing.whl", __file__.replace(".py", ".whl")])
-def test_what_is_not_a_wheel_of_vllm(wheel, capsys):
+@pytest.mark.parametrize("wheel", ["missing.whl", __file__])
+def test_what_is_not_a_wheel_of_vllm(wheel, compare, tmp_path, capsys):
+    path = (tmp_path / wheel).with_suffix(".whl")
+    if wheel == __file__:
+        path = tmp_path / "text.whl"
+        path.write_text("")
     with pytest.raises(SystemExit, match="2"):
-        cuda_contract.main([wheel])
-    assert (
-        "is not a wheel of vLLM: give the path of a wheel, or a release as vllm==0.31.0."
-        in capsys.readouterr().err
-    )
+        compare.command.main([str(path)])
+    assert f"{path} is not a wheel of vLLM" in capsys.readouterr().err
+
+
+def test_a_package_is_compared_by_what_its_modules_define(compare):
+    name = compare.command.Name("vllm.model_executor.layers.fused_moe", "UnquantizedFusedMoEMethod")
+    assert compare.command.source_of(name).count("\n    def ") > 5

