@@ -122,3 +122,12 @@ def write_record(record: dict[str, Any], output: Path | None) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=2) + "\n")
     return path
+
+
+def peak_bytes(device: torch.device) -> int:
+    """High-water mark of device memory, or of the process's resident set."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status").read_text()
+    [kilobytes] = re.findall(r"^VmHWM:\s+(\d+)", status, re.MULTILINE)
+    return int(kilobytes) * 1024

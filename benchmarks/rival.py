@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from provenance import provenance, write_record
-from quantizer import peak_bytes
+from provenance import peak_bytes, provenance, write_record
 from rich import box
 from rich.console import Console
 from rich.table import Table

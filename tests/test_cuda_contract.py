@@ -65,14 +65,14 @@ def test_a_name_that_is_gone_or_defined_otherwise_fails(compare):
 
 
 @pytest.mark.parametrize("wheel", ["missing.whl", __file__])
-def test_what_is_not_a_wheel_of_vllm(wheel, compare, tmp_path, capsys):
+def test_what_is_not_a_wheel_of_vllm(wheel, compare, tmp_path, capfd):
     path = (tmp_path / wheel).with_suffix(".whl")
     if wheel == __file__:
         path = tmp_path / "text.whl"
         path.write_text("")
     with pytest.raises(SystemExit, match="2"):
         compare.command.main([str(path)])
-    assert f"{path} is not a wheel of vLLM" in capsys.readouterr().err
+    assert f"{path} is not a wheel of vLLM" in capfd.readouterr().err
 
 
 def test_a_package_is_compared_by_what_its_modules_define(compare):

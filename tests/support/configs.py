@@ -1,7 +1,9 @@
 """Settings that any machine can run."""
 
 from dataclasses import fields
+from typing import Any
 
+import pytest
 from trl import GRPOConfig
 
 from trl_qurl import QuRLGRPOConfig
@@ -18,3 +20,10 @@ SEVERAL_UPDATES = {"steps_per_generation": 4, "gradient_accumulation_steps": 1}
 
 def config(**settings):
     return QuRLGRPOConfig("out", **PLAIN | SEVERAL_UPDATES | settings)
+
+
+def refusal(kind: type = QuRLGRPOConfig, **settings: Any) -> str:
+    """What a config says that cannot be made."""
+    with pytest.raises(ValueError) as error:
+        kind("out", **PLAIN | SEVERAL_UPDATES | settings)
+    return str(error.value)
