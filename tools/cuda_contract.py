@@ -65,7 +65,8 @@ def find_wheel(wanted: str, folder: Path) -> Path:
 def relied_on() -> list[Name]:
     """Return vLLM's names in the contract and in the imports of trl_qurl."""
     names = {Name(*entry[:2]) for entry in contract.DEFINITIONS}
-    names |= {Name(*entry[:3]) for entry in contract.ATTRIBUTES}
+    for module, name, attributes, _ in contract.ATTRIBUTES:
+        names |= {Name(module, name, attribute) for attribute in attributes}
     names |= {Name(*imported) for imported in contract.imported_names()}
     return sorted(name for name in names if name.module.startswith("vllm."))
 
