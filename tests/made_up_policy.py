@@ -61,34 +61,20 @@ class MadeUpPolicy:
         places = [(offset + i) % self.group_size for i in range(len(prompts))]
         texts = [f"{prompt}, answer {place}" for prompt, place in zip(prompts, places, strict=True)]
         ids = [[ord(character) for character in text] for text in texts]
-        return (
-            [[1]] * len(prompts),
-            ids,
-            None,
-            texts,
-            [[-1.0] * len(line) for line in ids],
-            {},
-            None,
-            [],
-        )
+        logps = [[-1.0] * len(line) for line in ids]
+        return [[1]] * len(prompts), ids, None, texts, logps, {}, None, []
 
     def _calculate_rewards(self, rows, prompts, completions, completion_ids) -> torch.Tensor:
         assert [row["prompt"] for row in rows] == prompts
-        assert all(
-            text.startswith(prompt + ",") for text, prompt in zip(completions, prompts, strict=True)
-        )
-        # The first completion of a useful group differs; the second reward is the row's number,
-        # equal within a group.
-        first = [
-            float(self.useful(row) and text.endswith("0"))
-            for row, text in zip(rows, completions, strict=True)
-        ]
-        self._pending_extra_logs |= {
-            "seen": [f"saw {text}" for text in completions],
-            "of another length": [0],
-        }
-        local = torch.tensor([first, [row["number"] for row in rows]]).T
-        return self.accelerator.gather(local)
+        rewards = []
+        for row, text in zip(rows, completions, strict=True):
+            assert text.startswith(row["prompt"] + ",")
+            # The first completion of a useful group differs; the second reward is the row's number,
+            # equal within a group.
+            rewards.append([float(self.useful(row) and text.endswith("0")), row["number"]])
+        self._pending_extra_logs["seen"] = [f"saw {text}" for text in completions]
+        self._pending_extra_logs["of another length"] = [0]
+        return self.accelerator.gather(torch.tensor(rewards))
 
     def fill(self, rows: list[dict[str, Any]]) -> FilledBatch:
         return self.sampler.fill(rows, self)

@@ -18,18 +18,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from documents import (
-    PAGES,
-    ROOT,
-    SITE,
-    Block,
-    all_blocks,
-    anchors,
-    blocks,
-    inline_code,
-    links,
-    rows,
-)
+from documents import PAGES, ROOT, SITE, Block, all_blocks, anchors, blocks, inline_code, links
 from public_names import public_names
 from trl import GRPOTrainer
 
@@ -82,9 +71,8 @@ PYTHON += map(new_side, all_blocks("diff"))
 @pytest.fixture
 def names(monkeypatch) -> dict[str, Any]:
     """The names that a block may use without defining them; trainers and data sets are doubles."""
-    dataset = datasets.Dataset.from_list(
-        [{"prompt": "1 + 1?", "question": "1 + 1?", "answer": "#### 2"}] * 2
-    )
+    row = {"prompt": "1 + 1?", "question": "1 + 1?", "answer": "#### 2"}
+    dataset = datasets.Dataset.from_list([row] * 2)
     for trainer in TRAINERS:
         monkeypatch.setattr(trl_qurl, trainer.__name__, double(trainer))
     monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: dataset)
@@ -97,9 +85,8 @@ def test_python_blocks_run(block, names, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)
     exec(compile(block.code, str(block), "exec"), names)
-    for expression, shown in re.findall(
-        r"^print\((.*?)\) +# (True|False|\[\[[^\n]*?\]\])", block.code, re.MULTILINE
-    ):
+    printed = r"^print\((.*?)\) +# (True|False|\[\[[^\n]*?\]\])"
+    for expression, shown in re.findall(printed, block.code, re.MULTILINE):
         actual = torch.as_tensor(eval(expression, names))
         expected = torch.tensor(ast.literal_eval(shown))
         torch.testing.assert_close(actual, expected, rtol=2e-3, atol=0, check_dtype=False)
@@ -108,14 +95,14 @@ def test_python_blocks_run(block, names, monkeypatch):
 @pytest.mark.usefixtures("names")
 def test_the_script_of_from_trl_names_what_a_cpu_needs(monkeypatch):
     """Unlike the other blocks, it runs without an environment that pretends to have a GPU."""
-    [block] = [
-        block for block in blocks(DOCS / "from-trl.md", "python") if "trainer.train()" in block.code
+    [trains] = [
+        block.code for block in blocks(DOCS / "from-trl.md", "python") if ".train()" in block.code
     ]
-    code = re.sub(r"# (use_cpu=True,).*", r"\1", block.code)
-    assert code != block.code
+    code = re.sub(r"# (use_cpu=True,).*", r"\1", trains)
+    assert code != trains
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    exec(compile(code, str(block), "exec"), {})
+    exec(compile(code, "from-trl.md", "exec"), {})
 
 
 # Names and figures
@@ -174,13 +161,6 @@ def test_every_public_name_is_in_the_reference(monkeypatch):
     public = {f"{module}:{name}" for module, name in public_names()}
     missing = {name for name in public if id(pkgutil.resolve_name(name)) not in listed}
     assert missing == {"trl_qurl:__version__", "trl_qurl:quiet"}, "these are above the table"
-
-
-def test_every_claim_of_the_paper_has_a_verdict_and_evidence():
-    for claim, verdict, *sources in rows(DOCS / "results.md", "Verdicts"):
-        assert re.search(r"\*\*(seen|not seen|undecided)|not measured", verdict), claim
-        for source in sources:
-            assert re.search(r"`[^`]+`|\]\(|^the same$|^the test$|^none: ", source), claim
 
 
 # Links

@@ -47,59 +47,48 @@ def is_running(pid):
     return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-@pytest.fixture
-def measure(gpu_hour, tmp_path, monkeypatch):
-    """Run these parts, and return what the record says of each."""
-
-    def measure(**commands):
-        plan = [gpu_hour.Part(name, command, 0.1, 1) for name, command in commands.items()]
-        plan[-1] = plan[-1]._replace(minutes=0.02)
-        monkeypatch.setattr(gpu_hour, "make_plan", lambda *_: plan)
-        assert gpu_hour.main(["-o", str(tmp_path / "out"), "--rehearse", "--minutes", "2"]) == 1
-        return json.loads((tmp_path / "out" / "results.json").read_text())["parts"]
-
-    return measure
-
-
-def test_failures_are_recorded_and_a_second_run_repeats_only_them(measure, tmp_path):
+def test_failures_are_recorded_and_a_second_run_repeats_only_them(gpu_hour, tmp_path, monkeypatch):
     log = tmp_path / "log"
-    parts = {"steps-0.5B-bf16": measured(log, STEP), "decode-7B-int8": measured(log, FAILED)}
-    tests = python("print('2 failed'); sys.exit(3)")
-    first = measure(**parts, tests=tests, **{"sync-0.5B": ["-c", HANG]})
+    out = tmp_path / "out"
+
+    def run(*parts):
+        plan = [gpu_hour.Part(name, command, 0.1, 1) for name, command in parts]
+        plan += [gpu_hour.Part("sync-0.5B", ["-c", HANG], 0.02, 2)]
+        plan += [gpu_hour.Part("steps-7B-bf16", [], 0.1, 3, memory_gb=10**6)]
+        monkeypatch.setattr(gpu_hour, "make_plan", lambda *_: plan)
+        assert gpu_hour.main(["-o", str(out), "--rehearse", "--minutes", "2"]) == 1
+        record = json.loads((out / "results.json").read_text())["parts"]
+        assert record["sync-0.5B"]["status"] == "failed"
+        assert record["steps-7B-bf16"]["status"] == "skipped"
+        return record
+
+    steps = ("steps-0.5B-bf16", measured(log, STEP))
+    decode = ("decode-7B-int8", measured(log, FAILED))
+    first = run(steps, decode, ("tests", python("print('2 failed'); sys.exit(3)")))
     assert first["tests"]["reason"] == "2 failed"
     assert first["decode-7B-int8"]["reason"] == "int8: OSError: no kernel"
     assert first["sync-0.5B"]["reason"].startswith("Killed after")
-    child = (tmp_path / "out" / "sync-0.5B" / "log.txt").read_text()
+    child = (out / "sync-0.5B" / "log.txt").read_text()
     assert not is_running(int(child)), "a process of the part's group survived"
-    second = measure(**parts, tests=python("print('2 passed')"), demo=python("sys.exit(1)"))
-    statuses = [part["status"] for part in second.values()]
-    assert statuses == ["ok", "failed", "ok", "failed"]
+    second = run(steps, decode, ("tests", python("print('2 passed')")))
+    assert second["tests"]["status"] == second["steps-0.5B-bf16"]["status"] == "ok"
     assert log.read_text() == "xxx", "the step was measured once, and the failed part twice"
     assert second["steps-0.5B-bf16"]["figures"]["cells"] == [STEP]
-    assert str(tmp_path) not in json.dumps(second), "results that are posted show no private paths"
-    assert "| 0.5B | bf16 | 2.00 |" in (tmp_path / "out" / "results.md").read_text()
-    assert (tmp_path / "out" / "steps.png").exists()
+    assert str(out) not in json.dumps(second), "results that are posted show no private paths"
+    assert "| 0.5B | bf16 | 2.00 |" in (out / "results.md").read_text()
+    assert (out / "steps.png").exists()
 
 
-@pytest.mark.parametrize(
-    ("minutes", "chosen"),
-    [
-        # The third part takes 4 of 9 minutes, the first 3 more. The second needs 5, and the fourth
-        # fits into the other 2.
-        (9, ["first", "third", "fourth"]),
-        (14, ["first", "second", "third", "fourth"]),
-        (3, ["first"]),
-        (1, []),
-    ],
-)
-def test_less_important_parts_give_way(gpu_hour, minutes, chosen):
-    parts = [
-        gpu_hour.Part("first", [], 3, 2),
-        gpu_hour.Part("second", [], 5, 3),
-        gpu_hour.Part("third", [], 4, 1),
-        gpu_hour.Part("fourth", [], 2, 4),
-    ]
-    assert [part.name for part in gpu_hour.choose(parts, minutes)] == chosen
+def test_less_important_parts_give_way(gpu_hour):
+    first = gpu_hour.Part("first", [], minutes=3, priority=2)
+    second = gpu_hour.Part("second", [], minutes=5, priority=3)
+    third = gpu_hour.Part("third", [], minutes=4, priority=1)
+    fourth = gpu_hour.Part("fourth", [], minutes=2, priority=4)
+    parts = [first, second, third, fourth]
+    # The third takes 4 of 9 minutes, the first 3 more. The second needs 5, and the fourth fits.
+    assert gpu_hour.choose(parts, 9) == [first, third, fourth]
+    assert gpu_hour.choose(parts, 14) == parts
+    assert gpu_hour.choose(parts, 3) == [first]
 
 
 @pytest.mark.parametrize("rehearse", [False, True])

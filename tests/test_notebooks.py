@@ -164,16 +164,16 @@ def test_the_notebook_that_explains_the_method(warm_python, tmp_path):
     notebook = execute("understanding_qurl.ipynb", tmp_path, sizes, warm_python)
 
     def figures(code: str, row: str) -> list[float]:
-        text = shown(notebook, code, "text/plain")
-        return [float(word) for word in re.search(rf"{row} +(.+)", text)[1].split()]
+        found = re.search(rf"{row} +(.+)", shown(notebook, code, "text/plain"))
+        return [float(word) for word in found[1].split()]
 
     # Rounding to fewer codes moves a policy more.
     _, int8, int4 = figures('"KL, k3": (rho', "KL, k3")
     assert 0 < int8 < int4
     # Shared rounded weights remove a part of it.
     ways = 'WAYS = ("exact", "round_base")'
-    pairs = zip(figures(ways, "exact"), figures(ways, "round_base"), strict=True)
-    assert all(1e-9 < rounded < exact for exact, rounded in pairs)
+    for exact, rounded in zip(figures(ways, "exact"), figures(ways, "round_base"), strict=True):
+        assert 1e-9 < rounded < exact
     # AdamW: s. Gradient descent: s². Powers of two do not change codes.
     _, adamw, descent = figures("gradient descent: lift", "s = 2")
     assert [adamw, descent] == pytest.approx([2, 4], rel=0.02)
@@ -213,42 +213,39 @@ REPLACED = [
 ]
 
 
+BUILDS = [
+    # a T4 on Colab: its torch of another version is replaced
+    ("550.54.15", "7.5", "2.11.0+cu128", CUDA_12),
+    ("550.54.15", "8.9", "2.13.0+cu129", CUDA_12),  # an L4, with the right torch
+    ("525.60.13", "8.0", "2.13.0", CUDA_12 + REPLACED),  # the default build is for CUDA 13
+    ("580.65.06", "7.5", None, []),
+    ("580.65.06", "7.5", "2.13.0+cu128", REPLACED),  # pip would keep it: its version fits
+]
+
+
 @on_gpus
-@pytest.mark.parametrize(
-    ("driver", "capability", "torch_build", "expected"),
-    [
-        # a T4 on Colab: its torch of another version is replaced
-        ("550.54.15", "7.5", "2.11.0+cu128", CUDA_12),
-        ("550.54.15", "8.9", "2.13.0+cu129", CUDA_12),  # an L4, with the right torch
-        ("535.129.03", "9.0", None, CUDA_12),
-        ("525.60.13", "8.0", "2.13.0", CUDA_12 + REPLACED),  # the default build is for CUDA 13
-        ("580.65.06", "7.5", None, []),
-        ("590.44.01", "12.0", "2.13.0+cu130", []),
-        ("580.65.06", "7.5", "2.13.0+cu128", REPLACED),  # pip would keep it: its version fits
-    ],
-)
+@pytest.mark.parametrize(("driver", "capability", "torch_build", "expected"), BUILDS)
 def test_the_builds_fit_the_driver(name, driver, capability, torch_build, expected):
     """Call the function of the first cell, which runs without the rest of it."""
-    tree = ast.parse(cells(NOTEBOOKS / name)[0].source)
     names: dict = {}
-    for node in tree.body:
-        is_constant = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).isupper()
-        if is_constant or isinstance(node, ast.FunctionDef):
-            exec(compile(ast.Module([node], []), name, "exec"), names)
+    for node in ast.parse(cells(NOTEBOOKS / name)[0].source).body:
+        code = ast.unparse(node)
+        if re.match(r"def |[A-Z_]+ = ", code):
+            exec(code, names)
     qurl, *rest = names["choose_builds"](driver, capability, torch_build)
     assert qurl.startswith("trl-qurl[vllm,") and rest == expected
 
 
+ANSWERS = {
+    "exit 6": 1,
+    "echo No devices were found; exit 6": 1,
+    "echo 470.57.02, 7.5, 15360, Tesla T4": 1,
+    "echo 550.54.15, 7.5, 15360, Tesla T4": 0,
+}
+
+
 @on_gpus
-@pytest.mark.parametrize(
-    ("answer", "status"),
-    [
-        ("exit 6", 1),
-        ("echo No devices were found; exit 6", 1),
-        ("echo 470.57.02, 7.5, 15360, Tesla T4", 1),
-        ("echo 550.54.15, 7.5, 15360, Tesla T4", 0),
-    ],
-)
+@pytest.mark.parametrize(("answer", "status"), ANSWERS.items(), ids=ANSWERS)
 def test_the_first_cell_installs_the_chosen_builds_or_stops(name, answer, status, tmp_path):
     """Run the whole cell in a Python without packages, with doubles of `nvidia-smi` and of pip."""
     said = tmp_path / "said"

@@ -31,21 +31,19 @@ def test_a_trainer_outlives_the_one_that_it_replaces(trainers):
 
 
 def test_trainers_and_engines_are_gone_and_memory_does_not_grow(trainers):
-    deleted = {kind: record for kind, record in trainers.items() if kind != "run again"}
-    assert len(deleted) == 4
-    for kind, record in deleted.items():
+    resident = []
+    for kind in trainers.keys() - {"run again"}:
+        record = trainers[kind]
         assert not record["trainer"] and not record["engine"], f"{kind}: something holds them"
-    resident = [record["resident"] for record in deleted.values()]
-    assert max(resident) - resident[0] < ENGINE, resident
+        resident.append(record["resident"])
+    assert len(resident) == 4 and max(resident) - min(resident) < ENGINE
 
 
 def test_a_rollout_that_fails_leaves_nothing_for_the_next_one(trainers):
     """With dynamic sampling the next one would be made of its completions, which no reward function
     sees again.
     """
-    assert trainers["dynamic sampling"]["scored"] >= 16, (
-        "the completions of the rollout that failed were used"
-    )
+    assert trainers["dynamic sampling"]["scored"] >= 16
 
 
 def test_another_objective_trains_and_is_described_in_the_model_card(trainers):
@@ -53,34 +51,23 @@ def test_another_objective_trains_and_is_described_in_the_model_card(trainers):
     updates = [row for row in record["history"] if "loss" in row]
     assert len(updates) == 2 and all("acr/lifted_share" not in row for row in updates)
     assert "rollout_state_0.pt" in record["checkpoint"]
-    assert "The objective is `truncated_quantized_ratio` (a made-up paper)." in record["card"]
+    assert "`truncated_quantized_ratio` (a made-up paper)" in record["card"]
 
 
-def test_another_trainer_takes_quantized_rollouts_in_thirty_lines(trainers):
-    lines = [
-        line
-        for line in PACKAGE["trainer.py"].splitlines()
-        if line and not line.startswith(("import", "from"))
-    ]
-    assert len(lines) <= 30
+def test_another_trainer_takes_quantized_rollouts(trainers):
     record = trainers["GMPO"]
     assert record["format"] == "int-quantized"
     [rollout] = [row for row in record["history"] if "reward" in row]
-    assert (
-        0 < rollout["mismatch/kl_k3"] < 2e-4
-        and rollout["time/sync_s"] > 0
-        and rollout["sync/sent_mb"] > 0
-    )
+    assert 0 < rollout["mismatch/kl_k3"] < 2e-4
+    assert rollout["time/sync_s"] > 0 and rollout["sync/sent_mb"] > 0
     assert all(row["time/update_s"] > 0 for row in record["history"] if "loss" in row)
     assert {"model.safetensors", "README.md"} <= set(record["saved"])
     assert "rollout_state_0.pt" in record["checkpoint"]
-    assert "The algorithm is GMPO." in record["card"] and "quantized (INT8" in record["card"]
+    assert "GMPO" in record["card"] and "INT8" in record["card"]
 
 
 def test_a_transform_of_weights_reaches_the_engine_and_the_checkpoint(trainers):
     """The rollouts came from the limited weights: each sync compared digests of what was sent and
-    received.
+    received. An outlier of 1.0 is 20 times as wide as the other rows.
     """
-    assert 5 < trainers["GRPO"]["widest"] < 10, (
-        "an outlier of 1.0 is 20 times as wide as the other rows"
-    )
+    assert 5 < trainers["GRPO"]["widest"] < 10
