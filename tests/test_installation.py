@@ -117,21 +117,15 @@ def test_an_installed_wheel_finds_its_recipes_and_its_extras(release, tmp_path):
 
     def run(line: str) -> str:
         program, *words = line.split()
-        done = subprocess.run(
-            [tmp_path / "bin" / program, *words],
-            cwd=tmp_path,
-            env={"PATH": "/usr/bin:/bin"},
-            capture_output=True,
-            text=True,
-        )
+        command = [tmp_path / "bin" / program, *words]
+        path = {"PATH": "/usr/bin:/bin"}
+        done = subprocess.run(command, cwd=tmp_path, env=path, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
     run(f"python -m pip install --no-index --no-deps --ignore-installed {wheel}")
-    place = run("python -c print(__import__('trl_qurl').__file__)")
-    assert place.startswith(str(tmp_path)), "this checkout was imported"
-    recipe = "trl-qurl ppo --config gsm8k_ppo tis --use_cpu --bf16 false --help"
-    assert "gsm8k_ppo" in run(recipe)
+    assert str(tmp_path) in run("python -c print(__import__('trl_qurl').__file__)")
+    assert "gsm8k_ppo" in run("trl-qurl ppo --config gsm8k_ppo tis --use_cpu --bf16 false --help")
     run("trl-qurl demo --rollouts 2 --required-share -9 --output-dir demo")
     assert (tmp_path / "demo" / "demo.png").exists()
     said = run("python -m pip install --no-index trl-qurl[math]")
