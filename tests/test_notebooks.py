@@ -182,7 +182,7 @@ def test_the_notebook_that_explains_the_method(warm_python, tmp_path):
     assert shown(notebook, "trl_qurl demo", "image/png")
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS.glob("*.ipynb"), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("*.ipynb")), ids=lambda path: path.stem)
 def test_stored_outputs_come_from_one_run_and_links_exist(path):
     notebook = nbformat.read(path, 4)
     nbformat.validate(notebook)
@@ -230,7 +230,7 @@ def test_the_builds_fit_the_driver(name, driver, capability, torch_build, expect
     names: dict = {}
     for node in ast.parse(cells(NOTEBOOKS / name)[0].source).body:
         code = ast.unparse(node)
-        if re.match(r"def |[A-Z_]+ = ", code):
+        if re.match(r"def |[A-Z_0-9]+ = ", code):
             exec(code, names)
     qurl, *rest = names["choose_builds"](driver, capability, torch_build)
     assert qurl.startswith("trl-qurl[vllm,") and rest == expected
