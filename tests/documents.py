@@ -15,11 +15,7 @@ PAGES = [
     ROOT / "AGENTS.md",
     ROOT / "CONTRIBUTING.md",
     ROOT / "CHANGELOG.md",
-    *sorted(ROOT.glob("*/README.md")),
-    *sorted(
-        {*ROOT.glob("benchmarks/*.md"), *ROOT.glob("tests/*.md")}
-        - {ROOT / "benchmarks" / "README.md"}
-    ),
+    *sorted({*ROOT.glob("*/README.md"), *ROOT.glob("benchmarks/*.md"), *ROOT.glob("tests/*.md")}),
     *SITE,
 ]
 
@@ -100,33 +96,15 @@ def commands(text: str) -> Iterator[list[str]]:
 
 def shell_commands() -> list[tuple[str, list[str]]]:
     """Every command of every `bash` block and indented block of all pages, and where it is."""
-    indented = [
-        block
-        for block in all_blocks("indented")
-        if re.match("(python|make|trl-qurl|pip|git) ", block.code)
-    ]
-    return [
-        (str(block), words)
-        for block in all_blocks("bash") + indented
-        for words in commands(block.code)
-    ]
+    found = []
+    for block in all_blocks("bash") + all_blocks("indented"):
+        if block.language == "bash" or re.match("(python|make|trl-qurl|pip|git) ", block.code):
+            found += [(str(block), words) for words in commands(block.code)]
+    return found
 
 
 def extension_examples() -> dict[str, str]:
     """The Python examples of docs/architecture.md, by what they add."""
-    names = (
-        "scheme",
-        "registration",
-        "objective",
-        "distillation",
-        "config",
-        "trainer",
-        "transform",
-    )
-    return dict(
-        zip(
-            names,
-            (block.code for block in blocks(ROOT / "docs" / "architecture.md", "py")),
-            strict=True,
-        )
-    )
+    names = "scheme registration objective distillation config trainer transform"
+    examples = [block.code for block in blocks(ROOT / "docs" / "architecture.md", "py")]
+    return dict(zip(names.split(), examples, strict=True))

@@ -42,10 +42,8 @@ def test_arguments_results_and_errors_of_public_functions_are_described(things):
             continue
         sections = function.docstring.parse("google", warnings=False)
         kinds = {section.kind.value for section in sections}
-        taken = [
-            each.name for each in function.parameters if not re.match(r"_|self|cls", each.name)
-        ]
-        assert not taken or "parameters" in kinds, f"{function.path}: {taken}"
+        taken = [each for each in function.parameters if not re.match(r"_|self|cls", each.name)]
+        assert not taken or "parameters" in kinds, f"{function.path}: its arguments"
         answers = function.returns and str(function.returns) != "None"
         assert not answers or kinds & {"returns", "yields"}, f"{function.path}: its result"
         raises = re.search(r"^\s+raise \w", function.source, re.MULTILINE)

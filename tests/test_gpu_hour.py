@@ -63,14 +63,14 @@ def test_failures_are_recorded_and_a_second_run_repeats_only_them(gpu_hour, tmp_
         return record
 
     steps = ("steps-0.5B-bf16", measured(log, STEP))
-    decode = ("decode-7B-int8", measured(log, FAILED))
-    first = run(steps, decode, ("tests", python("print('2 failed'); sys.exit(3)")))
+    syncs = ("sync-7B-int8", measured(log, FAILED))
+    first = run(steps, syncs, ("tests", python("print('2 failed'); sys.exit(3)")))
     assert first["tests"]["reason"] == "2 failed"
-    assert first["decode-7B-int8"]["reason"] == "int8: OSError: no kernel"
+    assert first["sync-7B-int8"]["reason"] == "int8: OSError: no kernel"
     assert first["sync-0.5B"]["reason"].startswith("Killed after")
     child = (out / "sync-0.5B" / "log.txt").read_text()
     assert not is_running(int(child)), "a process of the part's group survived"
-    second = run(steps, decode, ("tests", python("print('2 passed')")))
+    second = run(steps, syncs, ("tests", python("print('2 passed')")))
     assert second["tests"]["status"] == second["steps-0.5B-bf16"]["status"] == "ok"
     assert log.read_text() == "xxx", "the step was measured once, and the failed part twice"
     assert second["steps-0.5B-bf16"]["figures"]["cells"] == [STEP]
@@ -100,8 +100,8 @@ def test_the_plan_fits_and_its_options_exist(rehearse, gpu_hour, monkeypatch):
     sources = "".join(path.read_text() for path in BENCHMARKS.glob("*.py"))
     commands = [part.command for part in plan if part.command[0].startswith(str(BENCHMARKS))]
     assert commands
-    for option in [word for command in commands for word in command if word.startswith("--")]:
-        assert f'"{option}"' in sources or f'"{option[2:]}"' in sources or option == "--layers"
+    for word in sum(commands, []):
+        assert not word.startswith("--") or word == "--layers" or f'"{word}"' in sources
 
 
 def test_a_directory_with_other_files_is_refused(gpu_hour, tmp_path, capsys):
@@ -119,6 +119,5 @@ def test_a_rehearsal_runs_every_part(tmp_path):
     command = [sys.executable, BENCHMARKS / "gpu_hour.py", "-o", out, "--rehearse"]
     completed(*command, PYTHONPATH=str(ROOT))
     parts = json.loads((out / "results.json").read_text())["parts"]
-    assert len(parts) >= 13
     assert {part["status"] for part in parts.values()} == {"ok"}
-    assert all((out / name).exists() for name in ("decode.png", "steps.png", "demo/demo.png"))
+    assert (out / "steps.png").exists() and (out / "demo" / "demo.png").exists()
