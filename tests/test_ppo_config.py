@@ -15,7 +15,8 @@ def config(**settings):
 def test_defaults_are_those_of_the_papers_framework():
     seen = config()
     assert (seen.gamma, seen.gae_lambda, seen.value_clip_range) == (1.0, 1.0, 0.5)
-    assert (seen.critic_learning_rate, seen.max_grad_norm) == (1e-5, 1.0)
+    assert (seen.critic_learning_rate, seen.critic_warmup_steps) == (1e-5, 0)
+    assert seen.max_grad_norm == 1.0
     assert (seen.num_generations, seen.rollout_quantization, seen.objective) == (1, "int8", "acr")
 
 
