@@ -160,12 +160,6 @@ def test_a_contestant_that_fails_is_an_error_and_not_a_hang(warm_spawn, load):
             "sync_s",
         ),
         (
-            "rollouts",
-            ["--batches", "1", "4", "--tokens", "8", "--repeats", "2"],
-            2 * 2 * 2,
-            "tokens_per_s",
-        ),
-        (
             "training_step",
             ["--tokens", "16", "--repeats", "2", "--completions", "16", "--updates", "2"],
             3,

@@ -10,6 +10,8 @@ import pytest
 from conftest import completed
 from documents import ROOT
 
+from trl_qurl.cli import build_parser
+
 pytest.importorskip("matplotlib", reason="needs matplotlib (trl-qurl[plots])")
 
 BENCHMARKS = ROOT / "benchmarks"
@@ -61,7 +63,7 @@ def test_failures_are_recorded_and_a_second_run_repeats_only_them(
     plan = [
         gpu_hour.Part("doctor", ["-c", "print('No check failed.')"], 0.1, 1),
         gpu_hour.Part("tests", tests, 0.1, 2),
-        gpu_hour.Part("decode-7B-int8", measured(log, **decoded | {"place": "engine"}), 0.1, 3),
+        gpu_hour.Part("sync-7B-int8", measured(log, **decoded | {"place": "engine"}), 0.1, 3),
         gpu_hour.Part("sync-0.5B", ["-c", HANG], 0.02, 4),
         gpu_hour.Part("steps-0.5B-bf16", measured(log, **step), 0.1, 5),
         gpu_hour.Part("steps-7B-bf16", measured(log, **step), 0.1, 6, memory_gb=10**6),
@@ -79,7 +81,7 @@ def test_failures_are_recorded_and_a_second_run_repeats_only_them(
         (part.name, status) for part, status in zip(plan, statuses, strict=True)
     ]
     assert (parts["tests"]["exit_status"], parts["tests"]["reason"]) == (3, "2 failed")
-    assert parts["decode-7B-int8"]["reason"] == "int8: OSError: no kernel"
+    assert parts["sync-7B-int8"]["reason"] == "int8: OSError: no kernel"
     assert parts["sync-0.5B"]["reason"].startswith("Killed after")
     assert not is_running(int((out / "sync-0.5B" / "log.txt").read_text())), (
         "a process of the part's group survived"
@@ -93,9 +95,7 @@ def test_failures_are_recorded_and_a_second_run_repeats_only_them(
     assert "![Training steps](steps.png)" in text and (out / "steps.png").exists()
 
     tests[1] = "print('2 passed')"
-    plan[2:4] = [
-        gpu_hour.Part("decode-7B-int8", measured(log, **decoded | {"way": "bf16"}), 0.1, 3)
-    ]
+    plan[2:4] = [gpu_hour.Part("sync-7B-int8", measured(log, **decoded | {"way": "bf16"}), 0.1, 3)]
     capsys.readouterr()
     assert gpu_hour.main(command) == 1  # the cell fails again
     parts = json.loads((out / "results.json").read_text())["parts"]
@@ -134,14 +134,17 @@ def test_the_plan_fits_and_its_options_exist(rehearse, gpu_hour, monkeypatch):
     assert max(part.minutes for part in plan) < 9, (
         "where a command may take ten minutes, no part could run"
     )
-    assert len({part.name for part in plan}) == len(plan) == 15
-    modules = ("rollouts", "training_step", "weight_sync", "trainers", "shapes")
+    assert len({part.name for part in plan}) == len(plan) == 13
+    modules = ("training_step", "weight_sync", "trainers", "shapes")
     sources = "".join((BENCHMARKS / f"{name}.py").read_text() for name in modules)
+    [bench] = [part.command for part in plan if part.command[0].endswith("shapes.py")]
+    build_parser(["bench"]).parse_args(["bench", "MODEL", *bench[3:]])  # after --shape and its name
     commands = [part.command for part in plan if part.command[0].startswith(str(BENCHMARKS))]
+    commands.remove(bench)
     options = {word for command in commands for word in command if word.startswith("--")} - {
         "--layers"
     }
-    assert len(commands) == 12 and all(f'"{option}"' in sources for option in options)
+    assert len(commands) == 9 and all(f'"{option}"' in sources for option in options)
 
 
 def test_a_directory_with_other_files_is_refused(gpu_hour, tmp_path, capsys):
@@ -161,6 +164,6 @@ def test_a_rehearsal_runs_every_part(tmp_path):
     record = json.loads((tmp_path / "out" / "results.json").read_text())
     assert {part["status"] for part in record["parts"].values()} == {"ok"} and len(
         record["parts"]
-    ) >= 13
-    for picture in ("decode.png", "steps.png", "demo/demo.png"):
+    ) >= 11
+    for picture in ("steps.png", "demo/demo.png"):
         assert (tmp_path / "out" / picture).stat().st_size > 10_000

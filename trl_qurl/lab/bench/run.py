@@ -122,13 +122,13 @@ def run(args: argparse.Namespace) -> int:
             break
         print(f"Not enough memory for {way}.")
     write_json(result, args.output)
+    print(f"Results: {args.output}")
     table, verdicts = compare(result.steps, load.batch * load.completion_len)
     Console().print(table)
     for line in verdicts:
         print(line)
     for name, failure in result.failures.items():
         print(f"{label(name)} was not measured. {failure}")
-    print(f"Results: {args.output}")
     return 0 if result.steps else 1
 
 
