@@ -10,6 +10,7 @@ from tiny import ENGINE, tiny_model
 
 from trl_qurl.cli import main
 from trl_qurl.lab.bench import trial
+from trl_qurl.lab.bench.plan import Load
 from trl_qurl.lab.bench.verdict import Speedup, speedup, verdict
 
 SMALL = ["--prompt-len", "16", "--completion-len", "12", "--batch", "8", "--train-batch", "2"]
@@ -40,7 +41,7 @@ def qwen_7b(tmp_path):
 
 @pytest.mark.parametrize(
     ("pairs", "low", "high"),
-    [(1, 1, 1), (5, 1, 5), (6, 1, 6), (8, 1, 8), (9, 2, 8), (12, 3, 10), (20, 6, 15)],
+    [(1, 1, 1), (6, 1, 6), (8, 1, 8), (9, 2, 8), (12, 3, 10), (20, 6, 15)],
 )
 def test_the_range_holds_the_median_with_a_confidence_of_95_percent(pairs, low, high):
     """The ratios are 1, 2, 3, ...; the bounds are those of tables of the sign test."""
@@ -69,7 +70,6 @@ def test_the_verdict(gain, said):
         (["--dry-run", "80"], ["121.8 GB for weights", "24.0 GB for an engine", "engine alone"]),
         (["--dry-run", "80", "--lora-rank", "16"], ["31.1 GB for weights", "one format after"]),
         (["--dry-run", "400", "--lora-rank", "16"], ["120.0 GB for an engine", "in turns"]),
-        (["--dry-run", "140"], ["the engine alone"]),
     ],
 )
 def test_a_dry_run_says_what_fits(qwen_7b, capsys, options, said):
@@ -115,7 +115,6 @@ class Scripted:
         self.fault = "no kernel" if job.formats == "fp8" else None
         if function is trial.train:
             self.fault = "CUDA out of memory"
-        self.stopped = False
 
     def step(self):
         if self.fault:
@@ -123,7 +122,7 @@ class Scripted:
         return {"rollout": 2.0, "peak": 1.0}
 
     def stop(self):
-        self.stopped = True
+        """Nothing runs."""
 
 
 def test_the_engine_is_measured_alone_if_training_runs_out_of_memory(model, monkeypatch, capsys):
@@ -138,20 +137,31 @@ def test_the_engine_is_measured_alone_if_training_runs_out_of_memory(model, monk
 
 
 @pytest.fixture
-def bench(warm_python, model, capsys):
-    """Run the command on the tiny model; its record, and what it printed."""
+def warm_spawn(warm_python):
+    """Start processes that have imported everything."""
     before = multiprocessing.spawn.get_executable()
     multiprocessing.set_executable(str(warm_python))
+    yield
+    multiprocessing.set_executable(before)
+
+
+def test_the_output_of_a_process_that_fails_is_shown(warm_spawn):
+    child = trial.Child(trial.train, trial.Job("./nowhere", Load(), False, [], "int8", {}))
+    with pytest.raises(ChildProcessError, match="status 1(?s:.*)nowhere"):
+        child.step()
+    child.stop()
+
+
+@pytest.fixture
+def bench(warm_spawn, model, capsys):
+    """Run the command on the tiny model; its record, and what it printed."""
 
     def run(*options):
         command = ["bench", model, *SMALL, "--minutes", "0.01", *options]
-        status = main(command)
-        printed = capsys.readouterr()
-        assert status == 0, printed
-        return json.loads(Path("bench.json").read_text()), printed.out
+        assert main(command) == 0
+        return json.loads(Path("bench.json").read_text()), capsys.readouterr().out
 
-    yield run
-    multiprocessing.set_executable(before)
+    return run
 
 
 COLOCATED = ["--scheme", "int8", "--engine-kwargs", json.dumps(ENGINE)]

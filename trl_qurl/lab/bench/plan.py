@@ -47,6 +47,11 @@ class Load:
             )
 
     @property
+    def generations(self) -> int:
+        """Completions per prompt."""
+        return math.gcd(8, self.batch)
+
+    @property
     def length(self) -> int:
         """Tokens of a prompt and its completion."""
         return self.prompt_len + self.completion_len

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -31,6 +32,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from trl_qurl.lab.bench.trial import Job
+
+OUT_OF_MEMORY = re.compile(
+    "out of memory|too little memory|available memory|free memory|allocate memory|memory are free",
+    re.IGNORECASE,
+)
+"""What torch, vLLM and we say of it."""
 
 
 @dataclass
@@ -118,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
     for way in ways:
         result = Result(args.model, load, way)
         measure(result, jobs, args.minutes * 60)
-        if not any("memory" in failure.lower() for failure in result.failures.values()):
+        if not any(map(OUT_OF_MEMORY.search, result.failures.values())):
             break
         print(f"Not enough memory for {way}.")
     write_json(result, args.output)
@@ -169,7 +176,9 @@ def measure(result: Result, jobs: Mapping[str, Job], seconds: float) -> None:
             while group and (rounds < 2 or time.monotonic() < deadline):
                 for name in [*group]:
                     if name not in children:
-                        print(f"{label(name)}: starting, with a step that does not count")
+                        print(
+                            f"{label(name)}: starting, with a step that does not count", flush=True
+                        )
                         children[name] = Child(function, jobs[name])
                     try:
                         step = children[name].step()

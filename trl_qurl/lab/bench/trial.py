@@ -104,7 +104,7 @@ def build_trainer(job: Job, directory: str) -> QuRLGRPOTrainer:
         "per_device_train_batch_size": load.train_batch,
         "steps_per_generation": passes,
         "gradient_accumulation_steps": passes // load.updates,
-        "num_generations": 8 if load.batch % 8 == 0 else 2,
+        "num_generations": load.generations,
         "max_completion_length": load.completion_len,
         "generation_kwargs": {"ignore_eos": True},
         "vllm_max_model_length": load.length,
@@ -174,10 +174,10 @@ def generate(job: Job, directory: str, pipe: Connection) -> None:
         max_num_seqs=load.batch,
         gpu_memory_utilization=WHOLE_SHARE if torch.cuda.is_available() else ENGINE_SHARE,
     )
-    prompts = [
-        {"prompt_token_ids": random.choices(range(10), k=load.prompt_len)}
-        for _ in range(load.batch)
-    ]
+    prompts = []
+    for _ in range(load.batch // load.generations):
+        prompt = {"prompt_token_ids": random.choices(range(10), k=load.prompt_len)}
+        prompts += [prompt] * load.generations
     params = SamplingParams(
         max_tokens=load.completion_len, logprobs=0, ignore_eos=True, detokenize=False
     )
@@ -206,7 +206,7 @@ class Child:
         try:
             self._pipe.send(None)
             return self._pipe.recv()
-        except (EOFError, BrokenPipeError):
+        except (EOFError, ConnectionError):
             self._process.join()
             status = self._process.exitcode
             cause = ": too little memory?" if status == -signal.SIGKILL else ""
