@@ -139,10 +139,10 @@ def build_trainer(job: Job, directory: str) -> QuRLGRPOTrainer:
 
 def random_model(name: str, device: str) -> PreTrainedModel:
     """Make a model with random 32-bit weights: a step takes as long with them."""
+    config = AutoConfig.from_pretrained(name)
+    config.name_or_path = ""  # where the engine would look for weights
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(name), dtype=torch.float32
-        )
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.config.architectures = [type(model).__name__]
     return model
 
