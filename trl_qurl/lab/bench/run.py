@@ -34,10 +34,9 @@ if TYPE_CHECKING:
     from trl_qurl.lab.bench.trial import Job
 
 OUT_OF_MEMORY = re.compile(
-    "out of memory|too little memory|available memory|free memory|allocate memory|memory are free",
-    re.IGNORECASE,
+    "status -9|out of memory|available memory|free memory|allocate memory|memory are free", re.I
 )
-"""What torch, vLLM and we say of it."""
+"""How Linux ends a process that takes too much, and what torch, vLLM and we say."""
 
 
 @dataclass

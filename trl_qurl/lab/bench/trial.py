@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import random
 import resource
-import signal
 import tempfile
 import time
 from collections.abc import Callable
@@ -208,10 +207,10 @@ class Child:
             return self._pipe.recv()
         except (EOFError, ConnectionError):
             self._process.join()
-            status = self._process.exitcode
-            cause = ": too little memory?" if status == -signal.SIGKILL else ""
             log = last_lines(Path(self._directory.name, LOG), 15)
-            raise ChildProcessError(f"It ended with status {status}{cause}\n{log}") from None
+            raise ChildProcessError(
+                f"It ended with status {self._process.exitcode}\n{log}"
+            ) from None
 
     def stop(self) -> None:
         """End the process, and delete its files."""
