@@ -153,6 +153,7 @@ def generate(job: Job, directory: str, pipe: Connection) -> None:
     from trl_qurl.quantization.plan import make_plan
     from trl_qurl.quantization.storage import write_config
     from trl_qurl.quantization.stream import WeightStream
+    from trl_qurl.rollout.directory import CheckpointDirectory
     from trl_qurl.rollout.engine.colocated import build_engine, prepare_process
 
     load = job.load
@@ -160,10 +161,11 @@ def generate(job: Job, directory: str, pipe: Connection) -> None:
     weights = WeightStream(model, make_plan(model, job.formats, job.ignore))
     arguments = job.engine["vllm_engine_kwargs"]
     prepare_process(model, weights, arguments, 1)
-    write_config(model, Path(directory), weights.plan.quantization_config())
+    start = CheckpointDirectory(None, 0)  # its name lets vLLM find its compilation cache again
+    write_config(model, start.path, weights.plan.quantization_config())
     llm = build_engine(
         LLM,
-        Path(directory),
+        start.path,
         arguments,
         load.completion_len,
         load_format="dummy",
