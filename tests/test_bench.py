@@ -6,8 +6,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from tiny import ENGINE, tiny_model
 
+from benchmarks.shapes import SHAPES
 from trl_qurl.cli import main
 from trl_qurl.lab.bench import trial
 from trl_qurl.lab.bench.plan import Load
@@ -26,12 +28,9 @@ def model(tmp_path, monkeypatch):
 
 @pytest.fixture
 def qwen_7b(tmp_path):
-    """The config of Qwen2.5-7B: 7.62 billion parameters."""
-    from transformers import Qwen2Config
-
-    sizes = {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28}
-    heads = {"num_attention_heads": 28, "num_key_value_heads": 4, "tie_word_embeddings": False}
-    Qwen2Config(vocab_size=152064, **sizes, **heads).save_pretrained(tmp_path)
+    """A config with the 7.62 billion parameters of Qwen2.5-7B."""
+    model = SHAPES["7B"].build(torch.bfloat16, torch.device("meta"))
+    model.config.save_pretrained(tmp_path)
     return str(tmp_path)
 
 
@@ -45,8 +44,7 @@ def qwen_7b(tmp_path):
 )
 def test_the_range_holds_the_median_with_a_confidence_of_95_percent(pairs, low, high):
     """The ratios are 1, 2, 3, ...; the bounds are those of tables of the sign test."""
-    after = [1.0] * pairs
-    found = speedup([float(number) for number in range(pairs, 0, -1)], after)
+    found = speedup(range(pairs, 0, -1), [1] * pairs)
     assert found == (low, (1 + pairs) / 2, high, pairs)
 
 
