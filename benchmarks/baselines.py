@@ -128,9 +128,16 @@ def measure_rounding(directory: Path) -> Found:
 
 
 def measure_decode(directory: Path) -> Found:
-    found = record(directory, "rollouts", "--batches", "16", "--tokens", "64", *precision())
-    int8, full = (cell(found, way=way, place="engine")["tokens_per_s"] for way in ("int8", "bf16"))
-    return {"decode": int8 / full}
+    engine: dict[str, Any] = {"enforce_eager": not torch.cuda.is_available()}
+    if precision():
+        engine["dtype"] = "float32"
+    load = ("--batch", "16", "--prompt-len", "28", "--completion-len", "64")
+    options = ("--scheme", "int8", "--minutes", "1", "--engine-kwargs", json.dumps(engine))
+    steps = record(directory, "shapes", *load, *options)["steps"]
+    seconds = {
+        name: statistics.median(step["rollout"] for step in taken) for name, taken in steps.items()
+    }
+    return {"decode": seconds["none"] / seconds["int8"]}
 
 
 def measure_sync(directory: Path) -> Found:

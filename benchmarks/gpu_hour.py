@@ -92,11 +92,10 @@ def make_plan(rehearse: bool, model: str | None) -> list[Part]:
             *measured,
         ]
 
-    decode = (
-        ["--batches", "2", "--tokens", "8"]
-        if rehearse
-        else ["--batches", "8", "64", "--tokens", "128"]
-    )
+    bench = ["--shape", "7B", "--scheme", "int8,fp8", "--minutes", "4"]
+    if rehearse:
+        bench = ["--shape", "tiny", "--scheme", "int8", "--minutes", "0.1"]
+        bench += ["--engine-kwargs", '{"dtype": "float32", "enforce_eager": true}']
     load = ["--completions", *(("16", "--tokens", "8") if rehearse else ("64", "--tokens", "256"))]
     bfloat16 = [] if rehearse else ["--dtype", "bfloat16"]
     # The optimizer of a whole 7B model would take 120 GB, so there an adapter is trained.
@@ -111,15 +110,12 @@ def make_plan(rehearse: bool, model: str | None) -> list[Part]:
     return [
         Part("doctor", ["-m", "trl_qurl", "doctor"], 4, 1),
         Part("tests", tests, 8, 7),
-        *(
-            Part(
-                f"decode-7B-{form}",
-                script("rollouts", "7B", "--ways", form, *decode, *bfloat16),
-                2,
-                6,
-                large_gb,
-            )
-            for form in formats
+        Part(
+            "bench-7B",
+            [f"{ROOT}/benchmarks/shapes.py", *bench, "--output", f"{FOLDER}/bench.json"],
+            6,
+            6,
+            large_gb,
         ),
         Part("sync-0.5B", script("weight_sync", "0.5B", "--ways", *sync), 4, 5),
         *(

@@ -16,7 +16,6 @@ from trl_qurl.lab.runs import read_run
 from trl_qurl.trainers.run_log import RUN_LOG
 
 PICTURES = {
-    "decode.png": "Decode rates",
     "steps.png": "Training steps",
     "demo/demo.png": "The training run",
 }
@@ -40,7 +39,7 @@ def read_figures(kind: str, folder: Path) -> dict[str, Any]:
             f"{name} {end['first']:.2f} to {end['last']:.2f}" for name, end in ends.items()
         )
         return {"summary": summary, "metrics": ends}
-    if kind not in ("decode", "sync", "steps"):
+    if kind not in ("sync", "steps"):
         return {"summary": last_lines(folder / "log.txt", 1)}
     cells = []
     for cell in json.loads((folder / "record.json").read_text())["cells"]:
@@ -65,7 +64,6 @@ def cells_of(record: dict[str, Any], kind: str) -> Iterator[tuple[str, Cell]]:
 def publish(record: dict[str, Any], directory: Path) -> None:
     """Write `results.json`, the pictures, and `results.md`, which shows them."""
     write_atomically(directory / "results.json", json.dumps(record, indent=2) + "\n")
-    draw_decode(record, directory / "decode.png")
     draw_steps(record, directory / "steps.png")
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     sections = [
@@ -74,7 +72,7 @@ def publish(record: dict[str, Any], directory: Path) -> None:
         "**A rehearsal with tiny models in float32: the figures mean nothing.**"
         if record["rehearsal"]
         else "",
-        *(tabulate(record) for tabulate in (part_table, decode_table, sync_table, step_table)),
+        *(tabulate(record) for tabulate in (part_table, sync_table, step_table)),
         *(
             f"![{caption}]({name})"
             for name, caption in PICTURES.items()
@@ -122,38 +120,6 @@ def part_table(record: dict[str, Any]) -> str:
     return markdown_table("Parts", ["part", "status", "time, log", "commit", "result"], rows)
 
 
-def decode_table(record: dict[str, Any]) -> str:
-    """Compare the tokens per second of the formats, by batch size."""
-    cells = list(cells_of(record, "decode"))
-    rates = {
-        (cell["batch"], cell["place"], cell["way"]): cell.get("tokens_per_s") for _, cell in cells
-    }
-    rows = []
-    for size, cell in sorted(cells, key=lambda item: item[1]["batch"]):
-        batch, way, rate = cell["batch"], cell["way"], cell.get("tokens_per_s")
-        if cell["place"] == "trainer":
-            gain = number(rate, 2, rates.get((batch, "trainer", "bf16")))
-            rows.append(
-                [
-                    size,
-                    str(batch),
-                    way,
-                    number(rates.get((batch, "engine", way)), 0),
-                    number(rate, 0),
-                    gain,
-                ]
-            )
-    columns = [
-        "model",
-        "completions",
-        "format",
-        "engine, tokens/s",
-        "in the trainer",
-        "against bf16",
-    ]
-    return markdown_table("Decode", columns, rows)
-
-
 def sync_table(record: dict[str, Any]) -> str:
     """Compare the seconds and bytes of syncs."""
     rows = []
@@ -180,34 +146,6 @@ def step_table(record: dict[str, Any]) -> str:
 
 # Pictures
 # --------------------------------------------------------------------------------------------------
-
-
-def draw_decode(record: dict[str, Any], path: Path) -> None:
-    """Draw a bar per format and batch size: tokens per second in the trainer."""
-    cells = [
-        cell
-        for _, cell in cells_of(record, "decode")
-        if cell["place"] == "trainer" and "tokens_per_s" in cell
-    ]
-    if not cells:
-        return
-    ways, batches = (list(dict.fromkeys(cell[name] for cell in cells)) for name in ("way", "batch"))
-    figure = Figure(figsize=(6.5, 3.8), layout="constrained")
-    axes, width = figure.subplots(), 0.8 / len(ways)
-    for index, way in enumerate(ways):
-        bars = [
-            (batches.index(cell["batch"]), cell["tokens_per_s"])
-            for cell in cells
-            if cell["way"] == way
-        ]
-        places = [place + (index - (len(ways) - 1) / 2) * width for place, _ in bars]
-        drawn = axes.bar(
-            places, [rate for _, rate in bars], width * 0.92, color=COLORS[index], label=way
-        )
-        axes.bar_label(drawn, fmt="{:,.0f}", fontsize=8, padding=2)
-    axes.set_xticks(range(len(batches)), [f"{batch} completions" for batch in batches])
-    axes.set_ylabel("tokens per second")
-    save(figure, "Decode in the trainer, 7B", record, path)
 
 
 def draw_steps(record: dict[str, Any], path: Path) -> None:

@@ -1,10 +1,19 @@
-"""The models of the benchmarks: random weights in the layers of Qwen3, so nothing is downloaded."""
+"""The models of the benchmarks: random weights in the layers of Qwen3, so nothing is downloaded.
+
+    python benchmarks/shapes.py --shape 0.6B --scheme int8 --minutes 5
+
+runs `trl-qurl bench` on a shape, with its other options.
+"""
 
 import argparse
+import sys
+import tempfile
 from dataclasses import dataclass, replace
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+
+from trl_qurl.cli import main as trl_qurl
 
 
 @dataclass(frozen=True)
@@ -68,3 +77,20 @@ def read_shape(arguments: argparse.Namespace) -> Shape:
         SHAPES[arguments.shape],
         **{name: size for name, size in overrides.items() if size is not None},
     )
+
+
+def main() -> int:
+    """Run `trl-qurl bench` on a shape."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_shape_options(parser)
+    arguments, options = parser.parse_known_args()
+    model = read_shape(arguments).build(torch.float32, torch.device("meta"))
+    with tempfile.TemporaryDirectory() as directory:
+        model.config.save_pretrained(directory)
+        return trl_qurl(["bench", directory, *options])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

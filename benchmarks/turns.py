@@ -57,7 +57,7 @@ class Contestant:
         try:
             self._pipe.send(question)
             succeeded, answer = self._pipe.recv()
-        except (EOFError, BrokenPipeError):
+        except (EOFError, ConnectionError):
             self._process.join()
             raise RuntimeError(f"the process ended with {self._process.exitcode}") from None
         if not succeeded:

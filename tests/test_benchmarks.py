@@ -72,7 +72,6 @@ def test_a_contestant_that_fails_is_an_error_and_not_a_hang(warm_spawn, load):
     ("command", "cells", "figure"),
     [
         ("weight_sync --repeats 2 --ways bf16-stream int8-stream int8-checkpoint", 3, "sync_s"),
-        ("rollouts --batches 1 4 --tokens 8 --repeats 2", 2 * 2 * 2, "tokens_per_s"),
         ("training_step --tokens 16 --repeats 2 --completions 16 --updates 2", 3, "step_s"),
         ("training_step --tokens 16 --repeats 1 --apart", 3, "step_s"),
         ("rival --completions 8 --tokens 16 --prompt 60 --repeats 1", 3, "later_start_s"),

@@ -268,17 +268,29 @@ def test_sixteen_bits_are_those_of_the_gpu(supported, expected, monkeypatch):
     assert device.full_precision() == expected
 
 
-def test_bench_measures_in_the_sixteen_bits_of_the_gpu(monkeypatch, tmp_path):
+def test_bench_trains_in_the_sixteen_bits_of_the_gpu(monkeypatch, tmp_path):
     from tiny import tiny_model
 
-    from trl_qurl.lab.bench.measure import start_engine
-    from trl_qurl.lab.bench.workload import Job, Workload
+    from trl_qurl import cli
+    from trl_qurl.lab.bench import run, trial
 
-    started = {}
-    monkeypatch.setattr("vllm.LLM", lambda **arguments: started.update(arguments))
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    jobs = {}
     monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: False)
     monkeypatch.setattr(hardware, "gpu_capability", lambda: (7, 5))
-    monkeypatch.setenv("VLLM_DISABLED_KERNELS", "")
-    start_engine(Job("int8", str(tmp_path), Workload()), tiny_model())
-    assert started["dtype"] == "float16"
+    monkeypatch.setattr(trial, "cpu_settings", dict)
+    monkeypatch.setattr("trl_qurl.QuRLGRPOConfig", lambda directory, **settings: settings)
+    monkeypatch.setattr("trl_qurl.QuRLGRPOTrainer", lambda *given, **more: given[2])
+    monkeypatch.setattr(run, "measure", lambda result, made, *limits: jobs.update(made))
+    monkeypatch.chdir(tmp_path)
+    tiny_model().config.save_pretrained("model")
+    with monkeypatch.context() as gpu:
+        gpu.setattr("torch.cuda.is_available", lambda: True)
+        gpu.setattr(
+            "torch.cuda.get_device_properties", lambda index: SimpleNamespace(total_memory=10**10)
+        )
+        small = ["--prompt-len", "8", "--completion-len", "8"]
+        assert cli.main(["bench", "model", "--scheme", "int8", *small]) == 1, "nothing measured"
+    monkeypatch.setattr(trial, "full_precision", lambda: ("FP16", "float16"))
+    settings = trial.build_trainer(jobs["int8"], "output")
+    assert settings["fp16"] and not settings["bf16"]
+    assert settings["vllm_engine_kwargs"]["dtype"] == "float16"

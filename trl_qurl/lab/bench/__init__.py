@@ -1,3 +1,1 @@
-"""Do quantized rollouts pay off? Measures costs on this machine and predicts the time of a training
-step.
-"""
+"""Do quantized rollouts pay off? Takes steps of the real trainer in each format, and compares."""

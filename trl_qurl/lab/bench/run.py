@@ -1,5 +1,4 @@
-"""`trl-qurl bench`: measure each format and the rest of a step in separate processes, compare, and
-advise.
+"""`trl-qurl bench`: plan, take steps in each format, compare.
 
 Heavy imports wait until the command runs.
 """
@@ -7,192 +6,188 @@ Heavy imports wait until the command runs.
 from __future__ import annotations
 
 import argparse
-import tempfile
+import functools
+import re
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trl_qurl.cli.options import check_model
-from trl_qurl.lab.bench.prediction import Bench, build_table, sentences
-from trl_qurl.lab.bench.workload import (
-    ENGINE_SHARE,
-    TRAINING,
-    Job,
-    Workload,
-    find_device,
-    why_too_large,
-)
+from trl_qurl.lab.bench.plan import ENGINE_ALONE, IN_TURNS, WAYS, Load, estimate
+from trl_qurl.lab.bench.verdict import Step, compare
 from trl_qurl.lab.comparison import (
     BASELINE,
     add_options,
-    candidates,
     check_output,
     fitting_formats,
+    label,
+    read_schemes,
     write_json,
 )
 from trl_qurl.lab.packages import require
-from trl_qurl.lab.processes import call_in_child
-from trl_qurl.rollout.wire import COMPILING
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from trl_qurl.lab.bench.trial import Job
+
+OUT_OF_MEMORY = re.compile(
+    "status -9|out of memory|available memory|free memory|allocate memory|memory are free", re.I
+)
+"""How Linux ends a process that takes too much, and what torch, vLLM and we say."""
+
+
+@dataclass
+class Result:
+    """What was measured, and how."""
+
+    model: str
+    load: Load
+    way: str
+    steps: dict[str, list[Step]] = field(default_factory=dict)  # by format
+    failures: dict[str, str] = field(default_factory=dict)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `trl-qurl bench`."""
-    parser.epilog = "Uses random weights: the cost of a step does not depend on their values."
+    parser.epilog = "A step is a sync, a rollout of full length, its scores and its updates."
     parser.add_argument("model", metavar="MODEL", help="Hub name or directory with a config.json")
-    for option in fields(Workload):
+    for option in fields(Load):
         help = f"{option.metadata['help']} (default: %(default)s)"
-        parser.add_argument(
-            f"--{option.name.replace('_', '-')}", type=int, default=option.default, help=help
-        )
+        name = option.name.replace("_", "-")
+        parser.add_argument(f"--{name}", type=int, default=option.default, help=help)
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=10.0,
+        help="begin no steps after so many minutes, but take one in each format (default: 10)",
+    )
+    parser.add_argument(
+        "--weights", action="store_true", help="load the model's weights (default: random ones)"
+    )
+    parser.add_argument(
+        "--vllm-server-base-url",
+        type=lambda text: text.split(","),
+        metavar="URL[,URL...]",
+        help="a running `trl-qurl serve` for each format of --scheme, in this order",
+    )
+    parser.add_argument(
+        "--dry-run",
+        type=float,
+        nargs="?",
+        const=0.0,
+        metavar="GB",
+        help="only say what would be done here, or on a GPU of so many GB",
+    )
     add_options(parser, Path("bench.json"))
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print the table and the advice, and return exit status 0 for any advice."""
-    from rich.console import Console
-
-    workload = Workload(**{option.name: getattr(args, option.name) for option in fields(Workload)})
-    check_model(args.model)
-    check_output(args.output)
-    console = Console()
-    result = bench(
-        args.model,
-        workload,
-        args.scheme,
-        args.ignore,
-        args.engine_kwargs,
-        console.print,
-        args.output,
-    )
-    console.print(build_table(result))
-    for line in sentences(result):
-        console.print(line)
-    print(f"Results: {args.output}")
-    return 0
-
-
-def bench(
-    model: str,
-    workload: Workload,
-    schemes: Sequence[str] | None = None,
-    ignore: Sequence[str] = ("lm_head",),
-    engine_kwargs: Mapping[str, Any] = MappingProxyType({}),
-    say: Callable[[str], None] = lambda line: None,
-    output: Path | None = None,
-) -> Bench:
-    """Measure the cost of training steps with 16-bit and with quantized rollouts on this machine.
-
-    Args:
-        model: Hub name or directory with a `config.json`. No weights are needed.
-        workload: The step to predict.
-        schemes: Formats, as `--scheme` lists them; by default all that this machine and the model
-            support.
-        ignore: Modules to keep in full precision.
-        engine_kwargs: Extra arguments for `vllm.LLM`.
-        say: Called with each progress message.
-        output: JSON file, rewritten after each measurement.
-
-    Returns:
-        Measurements and predictions.
-
-    Raises:
-        ValueError: If an argument is invalid, or the model cannot be quantized.
-        ImportError: If vLLM or PEFT is missing.
-        ChildProcessError: If no measurement succeeded; the process output says why.
-    """
-    started = time.monotonic()
-    _check(workload, schemes)
-    with tempfile.TemporaryDirectory() as directory:
-        empty = save_config(model, workload, directory)
-        parts: dict[str, Any] = {BASELINE: BASELINE, **fitting_formats(empty, schemes, ignore, say)}
-        share = engine_kwargs.get("gpu_memory_utilization", ENGINE_SHARE)
-        result = Bench(
-            model,
-            workload,
-            too_large=why_too_large(empty, workload.lora_rank, find_device(), share),
-        )
-        fits = result.too_large is None
-        if result.too_large is None:
-            parts[TRAINING] = TRAINING
-        else:
-            say(result.too_large)
-        compiles = not engine_kwargs.get("enforce_eager", not find_device().is_gpu)
-        for number, (part, formats) in enumerate(parts.items(), 1):
-            job = Job(formats, directory, workload, tuple(ignore), fits, dict(engine_kwargs))
-            compiling = COMPILING if compiles and part != TRAINING else ""
-            say(f"Measuring {job.description} ({number} of {len(parts)}){compiling}")
-            _measure(result, part, job, is_last=number == len(parts))
-            result.conclude()
-            result.seconds = time.monotonic() - started
-            if output is not None:
-                write_json(result, output)
-    return result
-
-
-def _measure(result: Bench, part: str, job: Job, is_last: bool) -> None:
-    """Add the costs of one part to the result, or why it failed."""
-    try:
-        costs = run_job(job)
-    except ChildProcessError as error:
-        if is_last and not result.measurements:
-            raise
-        result.failures[part] = str(error)
-        return
-    if part == TRAINING:
-        result.training = costs
-    else:
-        result.measurements[part] = costs
-
-
-def _check(workload: Workload, schemes: Sequence[str] | None) -> None:
-    """Report missing packages and unknown formats before any slow work."""
+    """Measure, print the table and the verdicts; the exit status is 1 if nothing was measured."""
     from trl_qurl.rollout.engine.launch import require_vllm
 
+    load = Load(**{option.name: getattr(args, option.name) for option in fields(Load)})
+    if not args.minutes > 0:
+        raise ValueError(f"--minutes is {args.minutes:g}: give a positive number.")
+    check_model(args.model)
+    check_output(args.output)
     require_vllm()
-    if workload.lora_rank:
+    if load.lora_rank:
         require("An adapter", "peft", extra="peft")
-    candidates(schemes)
+    from rich.console import Console
 
+    from trl_qurl.lab.bench.trial import random_model
 
-def save_config(model: str, workload: Workload, directory: str) -> PreTrainedModel:
-    """Write the model's config to a directory, and return the model on the meta device.
-
-    Raises:
-        ValueError: If the context is too short for the workload.
-    """
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.from_pretrained(model)
-    context = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if context is not None and workload.length > context:
+    model = random_model(args.model, "meta")
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", load.length)
+    if load.length > context:
         raise ValueError(
-            f"Prompts of {workload.prompt_len} and completions of {workload.completion_len} tokens "
-            f"do not fit into the model's context of {context}: shorten --prompt-len or "
-            "--completion-len."
+            f"Prompts of {load.prompt_len} and completions of {load.completion_len} tokens do not "
+            f"fit into the model's context of {context}: shorten --prompt-len or --completion-len."
         )
-    with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(config)
-    config.save_pretrained(directory)
-    return empty
-
-
-def run_job(job: Job) -> Any:
-    """Measure in a separate process.
-
-    Raises:
-        ChildProcessError: If the process failed. Its last output lines go to standard error.
-    """
-    from trl_qurl.lab.bench.measure import measure_engine, measure_training
-
-    failure = (
-        f"Measuring {job.description} failed; the last output lines are above. If it ran out of "
-        "memory, lower --batch or --completion-len."
+    jobs = make_jobs(args, load, model)
+    memory = estimate(model, load, args.dry_run or 0.0)
+    ways = WAYS[:2] if args.vllm_server_base_url else memory.ways(len(jobs))
+    trained = f"an adapter of rank {load.lora_rank}" if load.lora_rank else "all weights"
+    print(
+        f"{args.model}: {memory.parameters / 1e9:.3g} billion parameters, training {trained}\n"
+        f"A step: {load.batch} completions of {load.completion_len} tokens to prompts of "
+        f"{load.prompt_len}; passes of {load.train_batch}, {load.updates} updates\n"
+        f"Memory by calculation: {memory.training / 1e9:.1f} GB for weights, gradients and AdamW, "
+        f"{memory.engine / 1e9:.1f} GB for an engine beside it, of {memory.device / 1e9:.1f} GB\n"
+        f"Formats: {', '.join(map(label, jobs))}; {ways[0]}, for {args.minutes:g} minutes"
     )
-    return call_in_child(measure_training if job.part == TRAINING else measure_engine, job, failure)
+    if args.dry_run is not None:
+        return 0
+    for way in ways:
+        result = Result(args.model, load, way)
+        measure(result, jobs, args.minutes * 60)
+        if not any(map(OUT_OF_MEMORY.search, result.failures.values())):
+            break
+        print(f"Not enough memory for {way}.")
+    write_json(result, args.output)
+    print(f"Results: {args.output}")
+    table, verdicts = compare(result.steps, load.batch * load.completion_len)
+    Console().print(table)
+    for line in verdicts:
+        print(line)
+    for name, failure in result.failures.items():
+        print(f"{label(name)} was not measured. {failure}")
+    return 0 if result.steps else 1
+
+
+def make_jobs(args: argparse.Namespace, load: Load, model: PreTrainedModel) -> dict[str, Job]:
+    """Return what to measure: 16 bits and the formats that fit, or those of the servers."""
+    from trl_qurl.lab.bench.trial import Job
+    from trl_qurl.lab.device import full_precision
+
+    build = functools.partial(Job, args.model, load, args.weights, args.ignore)
+    if not args.vllm_server_base_url:
+        formats = {BASELINE: BASELINE, **fitting_formats(model, args.scheme, args.ignore, print)}
+        engine = {"vllm_engine_kwargs": {"dtype": full_precision()[1], **args.engine_kwargs}}
+        return {name: build(form, engine) for name, form in formats.items()}
+    served = read_schemes(args.scheme or [])
+    urls = args.vllm_server_base_url
+    if len(served) != len(urls):
+        raise ValueError(
+            f"--vllm-server-base-url has {len(urls)} servers, and --scheme {len(served)} formats: "
+            "list the format of each server, in the same order."
+        )
+    jobs = {}
+    for (name, form), url in zip(served.items(), urls, strict=True):
+        jobs[name] = build(form, {"vllm_mode": "server", "vllm_server_base_url": url})
+    return jobs
+
+
+def measure(result: Result, jobs: Mapping[str, Job], seconds: float) -> None:
+    """Take steps in the result's way for so many seconds."""
+    from trl_qurl.lab.bench.trial import Child, generate, train
+
+    function = generate if result.way == ENGINE_ALONE else train
+    groups = [[*jobs]] if result.way == IN_TURNS else [[name] for name in jobs]
+    for group in groups:
+        deadline = time.monotonic() + seconds / len(groups)
+        children = {}
+        rounds = 0
+        try:
+            while group and (rounds < 2 or time.monotonic() < deadline):
+                for name in [*group]:
+                    if name not in children:
+                        print(
+                            f"{label(name)}: starting, with a step that does not count", flush=True
+                        )
+                        children[name] = Child(function, jobs[name])
+                    try:
+                        step = children[name].step()
+                    except ChildProcessError as error:
+                        result.failures[name] = str(error)
+                        group.remove(name)
+                        continue
+                    if rounds > 0:
+                        result.steps.setdefault(name, []).append(step)
+                rounds += 1
+        finally:
+            for child in children.values():
+                child.stop()

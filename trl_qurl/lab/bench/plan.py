@@ -1,0 +1,97 @@
+"""What a step is, how much memory it takes, and how many trainers fit beside each other."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from trl_qurl.lab.comparison import option
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+IN_TURNS = "steps in turns"
+ENGINE_ALONE = "the engine alone, one format after another"
+WAYS = [IN_TURNS, "one format after another", ENGINE_ALONE]
+"""How to measure: each way needs less memory than the one before."""
+
+ENGINE_SHARE = 0.3  # of a GPU, beside a trainer: TRL's default
+SPARE = 0.1  # share of the memory for activations
+TRAINED = 16  # bytes per trained parameter: 32-bit weight, gradient, and the two moments of AdamW
+FROZEN = 4  # bytes per frozen parameter: only the weight
+
+
+@dataclass(frozen=True)
+class Load:
+    """One rollout, and the updates from it."""
+
+    prompt_len: int = option(256, "tokens per prompt")
+    completion_len: int = option(512, "tokens per completion")
+    batch: int = option(64, "completions per rollout")
+    train_batch: int = option(8, "completions per forward and backward pass")
+    updates: int = option(1, "optimizer steps per rollout")
+    lora_rank: int = option(0, "train an adapter of this rank on all linear layers, 0 for none")
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            lowest = 0 if name == "lora_rank" else 1
+            if value < lowest:
+                raise ValueError(f"{name} is {value}: give {lowest} or more.")
+        divisor = math.lcm(2, self.train_batch * self.updates)
+        if self.batch % divisor:
+            raise ValueError(
+                f"--batch is {self.batch}, but groups of at least two completions, passes of "
+                f"{self.train_batch} and {self.updates} updates need a multiple of {divisor}: "
+                "change --batch, --train-batch or --updates."
+            )
+
+    @property
+    def generations(self) -> int:
+        """Completions per prompt."""
+        return math.gcd(8, self.batch)
+
+    @property
+    def length(self) -> int:
+        """Tokens of a prompt and its completion."""
+        return self.prompt_len + self.completion_len
+
+
+class Memory(NamedTuple):
+    """What a trainer takes, in bytes by calculation, and what its device has."""
+
+    parameters: int  # their number
+    training: int  # weights, gradients and AdamW
+    engine: int
+    device: int  # a whole GPU, or what is free on a machine without one
+
+    def ways(self, trainers: int) -> list[str]:
+        """Return the first way to measure so many trainers that fits, and those after it."""
+        fitting = int((1 - SPARE) * self.device / (self.training + self.engine))
+        if fitting >= trainers:
+            return WAYS
+        return WAYS[1:] if fitting else WAYS[2:]
+
+
+def estimate(model: PreTrainedModel, load: Load, gpu_gb: float) -> Memory:
+    """Calculate what training a model on the meta device takes, on a GPU of so many GB.
+
+    0 stands for this machine. Without a GPU, the engine's weights count, in 16 bits.
+    """
+    import psutil
+    import torch
+
+    from trl_qurl.quantization.layers import ignored_modules, model_layers
+
+    count = model.num_parameters()
+    training = TRAINED * count
+    if load.lora_rank:
+        kept = ignored_modules(model, ["lm_head"])
+        layers = model_layers(model).values()
+        widths = sum(sum(layer.shape) for layer in layers if not layer.matches(kept))
+        training = FROZEN * count + TRAINED * load.lora_rank * widths
+    device = int(gpu_gb * 1e9)
+    if not device and torch.cuda.is_available():
+        device = torch.cuda.get_device_properties(0).total_memory
+    engine = int(ENGINE_SHARE * device) or 2 * count
+    return Memory(count, training, engine, device or psutil.virtual_memory().available)

@@ -1,0 +1,233 @@
+"""Steps of the real trainer, or rollouts of an engine alone, one whenever it is asked for."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import resource
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
+
+from trl_qurl.cli.noise import quiet
+from trl_qurl.lab.bench.plan import ENGINE_SHARE, Load
+from trl_qurl.lab.bench.verdict import Step
+from trl_qurl.lab.demo.task import build_tokenizer
+from trl_qurl.lab.device import cpu_settings, full_precision, keep_freed_memory
+from trl_qurl.lab.processes import ENGINE_ENVIRONMENT, die_with_parent, last_lines
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from trl_qurl import QuRLGRPOTrainer
+    from trl_qurl.quantization.plan import Formats
+
+PARTS = {"sync": "sync_s", "rollout": "generate_s", "score": "logps_s", "update": "update_s"}
+MANY = 10**6  # steps: they end with the process
+LOG = "log"
+WHOLE_SHARE = 0.9  # of a GPU, for an engine alone
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to measure in one format."""
+
+    model: str  # Hub name or directory
+    load: Load
+    has_weights: bool  # else they are random
+    ignore: list[str]  # modules to keep in full precision
+    formats: Formats
+    engine: dict[str, Any]  # the trainer's settings of its engine
+
+
+class Turns(TrainerCallback):
+    """Lets a trainer take a step whenever it is asked to, and answers what the step cost."""
+
+    def __init__(self, updates: int, pipe: Connection) -> None:
+        self._updates = updates
+        self._pipe = pipe
+        self._started = 0.0
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Wait before the first update of a step."""
+        if state.global_step % self._updates == 0:
+            self._pipe.recv()
+            self._started = time.perf_counter()
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Answer after the last update of a step; each of them has logged its parts."""
+        if state.global_step % self._updates == 0:
+            step = {"step": time.perf_counter() - self._started, "peak": peak()}
+            for part, name in PARTS.items():
+                rows = state.log_history[-self._updates :]
+                step[part] = sum(row.get(f"time/{name}", 0.0) for row in rows)
+            self._pipe.send(step)
+
+
+def peak() -> float:
+    """Return the peak of torch's memory on the GPU, or of this process, in GB."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+
+
+def train(job: Job, directory: str, pipe: Connection) -> None:
+    """Take steps of GRPO for as long as the process lives."""
+    keep_freed_memory()  # as `trl-qurl grpo` does
+    trainer = build_trainer(job, directory)
+    # Before the trainer's own clock starts, or the wait would belong to the step.
+    trainer.callback_handler.callbacks.insert(0, Turns(job.load.updates, pipe))
+    trainer.train()
+
+
+def build_trainer(job: Job, directory: str) -> QuRLGRPOTrainer:
+    """Build a trainer with the settings of `trl-qurl grpo`, whose completions never end early."""
+    from datasets import Dataset
+
+    from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
+
+    load = job.load
+    passes = load.batch // load.train_batch
+    is_bf16 = full_precision()[0] == "BF16"
+    settings: dict[str, Any] = {
+        "rollout_quantization": job.formats,
+        "quantization_ignore": job.ignore,
+        "per_device_train_batch_size": load.train_batch,
+        "steps_per_generation": passes,
+        "gradient_accumulation_steps": passes // load.updates,
+        "num_generations": load.generations,
+        "max_completion_length": load.completion_len,
+        "generation_kwargs": {"ignore_eos": True},
+        "vllm_max_model_length": load.length,
+        "max_steps": MANY,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "bf16": is_bf16,
+        "fp16": not is_bf16,
+        **cpu_settings(),
+        **job.engine,
+    }
+    adapter = None
+    if load.lora_rank:
+        from peft import LoraConfig
+
+        adapter = LoraConfig(r=load.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    if job.has_weights:
+        model = AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.float32)
+    else:
+        model = random_model(job.model, "cuda" if torch.cuda.is_available() else "cpu")
+    prompts = ["".join(random.choices("0123456789", k=load.prompt_len)) for _ in range(load.batch)]
+    return QuRLGRPOTrainer(
+        model,
+        lambda completion_ids, **columns: [ids[0] % 2 for ids in completion_ids],
+        QuRLGRPOConfig(directory, **settings),
+        Dataset.from_dict({"prompt": prompts}),
+        processing_class=build_tokenizer(),
+        peft_config=adapter,
+    )
+
+
+def random_model(name: str, device: str) -> PreTrainedModel:
+    """Make a model with random 32-bit weights: a step takes as long with them."""
+    config = AutoConfig.from_pretrained(name)
+    config.name_or_path = ""  # where the engine would look for weights
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.config.architectures = [type(model).__name__]
+    return model
+
+
+def generate(job: Job, directory: str, pipe: Connection) -> None:
+    """Generate rollouts in an engine with random weights, without a trainer."""
+    from vllm import LLM, SamplingParams
+
+    from trl_qurl.quantization.plan import make_plan
+    from trl_qurl.quantization.storage import write_config
+    from trl_qurl.quantization.stream import WeightStream
+    from trl_qurl.rollout.directory import CheckpointDirectory
+    from trl_qurl.rollout.engine.colocated import build_engine, prepare_process
+
+    load = job.load
+    model = random_model(job.model, "meta")
+    weights = WeightStream(model, make_plan(model, job.formats, job.ignore))
+    arguments = job.engine["vllm_engine_kwargs"]
+    prepare_process(model, weights, arguments, 1)
+    start = CheckpointDirectory(None, 0)  # its name lets vLLM find its compilation cache again
+    write_config(model, start.path, weights.plan.quantization_config())
+    llm = build_engine(
+        LLM,
+        start.path,
+        arguments,
+        load.completion_len,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        logprobs_mode="processed_logprobs",
+        max_model_len=load.length,
+        max_num_seqs=load.batch,
+        gpu_memory_utilization=WHOLE_SHARE if torch.cuda.is_available() else ENGINE_SHARE,
+    )
+    prompts = []
+    for _ in range(load.batch // load.generations):
+        prompt = {"prompt_token_ids": random.choices(range(10), k=load.prompt_len)}
+        prompts += [prompt] * load.generations
+    params = SamplingParams(
+        max_tokens=load.completion_len, logprobs=0, ignore_eos=True, detokenize=False
+    )
+    while True:
+        pipe.recv()
+        llm.reset_prefix_cache()  # as a sync does
+        started = time.perf_counter()
+        llm.generate(prompts, params, use_tqdm=False)
+        pipe.send({"rollout": time.perf_counter() - started, "peak": peak()})
+
+
+class Child:
+    """A process that runs `train` or `generate`, for a step whenever it is asked."""
+
+    def __init__(self, function: Callable[[Job, str, Connection], None], job: Job) -> None:
+        self._directory = tempfile.TemporaryDirectory()
+        context = multiprocessing.get_context("spawn")
+        self._pipe, pipe = context.Pipe()
+        arguments = (function, job, self._directory.name, pipe)
+        self._process = context.Process(target=_serve, args=arguments, daemon=True)
+        self._process.start()
+        pipe.close()
+
+    def step(self) -> Step:
+        """Return a step; raise `ChildProcessError` with the last output if the process ended."""
+        try:
+            self._pipe.send(None)
+            return self._pipe.recv()
+        except (EOFError, ConnectionError):
+            self._process.join()
+            log = last_lines(Path(self._directory.name, LOG), 15)
+            raise ChildProcessError(
+                f"It ended with status {self._process.exitcode}\n{log}"
+            ) from None
+
+    def stop(self) -> None:
+        """End the process, and delete its files."""
+        self._process.kill()
+        self._process.join()
+        self._directory.cleanup()
+
+
+def _serve(
+    function: Callable[[Job, str, Connection], None], job: Job, directory: str, pipe: Connection
+) -> None:
+    die_with_parent()
+    with Path(directory, LOG).open("wb") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    os.environ.update(ENGINE_ENVIRONMENT | os.environ)
+    quiet()
+    function(job, directory, pipe)
