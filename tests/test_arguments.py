@@ -124,7 +124,7 @@ async def asks(completions, texts, **kwargs):
 )
 def test_a_reward_function_that_trl_cannot_call_is_refused(function, message, tmp_path):
     passed = "prompts, completions, completion_ids, trainer_state, log_extra, log_metric, solution"
-    with pytest.raises(TypeError, match=f"{message}.*{passed}"):
+    with pytest.raises(ValueError, match=f"{message}.*{passed}"):
         grpo(tmp_path, function=function)
 
 
@@ -164,7 +164,7 @@ def test_a_wrapper_that_trl_cannot_call_is_refused(tmp_path):
     def wrapped(samples, **kwargs):
         return reward(samples, **kwargs)
 
-    with pytest.raises(TypeError, match="'reward' .*'samples'"):
+    with pytest.raises(ValueError, match="'reward' .*'samples'"):
         grpo(tmp_path, function=wrapped)
 
 
@@ -376,7 +376,7 @@ def test_a_reward_function_whose_column_is_removed_is_refused(tmp_path):
         return [0.0] * len(completions)
 
     args = settings_of(QuRLGRPOTrainer, tmp_path, remove_unused_columns=True)
-    with pytest.raises(TypeError, match="'graded' .*remove_unused_columns=True .*solution"):
+    with pytest.raises(ValueError, match="'graded' .*remove_unused_columns=True .*solution"):
         grpo(tmp_path, function=graded, args=args)
     with pytest.raises(AssertionError, match=STARTED):
         grpo(tmp_path, args=settings_of(QuRLGRPOTrainer, tmp_path, remove_unused_columns=True))
