@@ -8,7 +8,7 @@ and the help.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -142,25 +142,37 @@ def parse(command: str, argv: Sequence[str]) -> tuple[ScriptArguments, Any, Mode
 
     script = CriticArguments if command == "ppo" else ScriptArguments
     config = getattr(trl_qurl, f"QuRL{command.upper()}Config")
-    parser = TrlParser(
+    lists_all = "--help-all" in argv
+    shown = essential(command, script, config)
+
+    class Parser(TrlParser):
+        """TRL's parser, whose help lists essential options, each with one spelling."""
+
+        def add_argument(self, *names: str, **settings: Any) -> argparse.Action:
+            action = super().add_argument(*names, **settings)
+            action.option_strings = action.option_strings[:1]
+            action.metavar = "VALUE"
+            if action.dest in START:
+                action.help = START[action.dest]
+            elif not lists_all and action.dest not in shown:
+                action.help = argparse.SUPPRESS
+            return action
+
+    parser = Parser(
         [ModelConfig, script, config],
         prog=f"trl-qurl {command}",
         usage="%(prog)s [--config FILE ...] [--OPTION VALUE ...]",
         epilog="Each option is also a setting in a YAML file. --help-all lists TRL's others.",
-        add_help=False,
         allow_abbrev=False,
     )
+    parser.add_argument("--help-all", action="help", default=argparse.SUPPRESS)
     parser.add_argument("--model", dest="model_name_or_path", default=argparse.SUPPRESS)
-    parser.add_argument("--help-all", action="help", help="list all options")
     parser.add_argument(
         "--config",
         default=argparse.SUPPRESS,
         help=f"YAML files, or names of recipes ({', '.join(recipes())}); later ones override",
     )
     unread = parser.set_defaults_with_config(**{**cpu_settings(), **DEFAULTS[command], **settings})
-    if {"--help", "-h"} & {*argv}:
-        print_help(parser, essential(command, script, config))
-        parser.exit()
     # Report misspelled options before TRL's configurations check values.
     known, unknown = parser.parse_known_args(argv)
     unknown = [*unread, *unknown]
@@ -226,16 +238,4 @@ def essential(command: str, script: type, config: type) -> set[str]:
     theirs = next(parent for parent in config.__mro__ if parent.__module__.startswith("trl."))
     added = {setting.name for setting in (*fields(script), *fields(config))}
     added.difference_update(setting.name for setting in fields(theirs))
-    return {"config", *START, *DEFAULTS[command], *added}
-
-
-def print_help(parser: argparse.ArgumentParser, shown: Collection[str]) -> None:
-    """Print some options only. The parser is of no use afterwards."""
-    for action in parser._actions:
-        action.option_strings = action.option_strings[:1]  # without the spelling with hyphens
-        action.metavar = "VALUE"
-        if action.dest not in shown:
-            action.help = argparse.SUPPRESS
-        elif action.dest in START:
-            action.help = START[action.dest]
-    parser.print_help()
+    return {"config", "help", *START, *DEFAULTS[command], *added}
