@@ -3,6 +3,7 @@
 import gzip
 import json
 import math
+from itertools import compress, pairwise
 
 import pytest
 from tiny import SHARED
@@ -35,19 +36,16 @@ def test_rows_become_one_user_message_and_a_text_answer(tmp_path, name):
 @pytest.mark.skipif(not (SHARED / "data").exists(), reason="needs ../shared/data")
 def test_the_answers_of_two_benchmarks_are_graded():
     pytest.importorskip("math_verify")
-    missed = []
-    equal = []
-    for name in ("gsm8k", "math500"):
+    for name, equal in (("gsm8k", []), ("math500", [("5", "x=5")])):  # these two are indeed equal
         with gzip.open(SHARED / "data" / name / "test.jsonl.gz", "rt", encoding="utf-8") as file:
             answers = [json.loads(line)["answer"] for line in file][:100]
         texts = [f"So it is $\\boxed{{{answer}}}$." for answer in answers]
         solutions = list(map(as_solution, answers))
-        own = zip(answers, are_correct(texts, solutions), strict=True)
-        missed += [answer for answer, is_right in own if not is_right]
-        pairs = zip(answers, answers[1:], are_correct(texts[:-1], solutions[1:]), strict=False)
-        equal += [(one, other) for one, other, right in pairs if right and one != other]
-    assert missed == []  # TRL cannot read 11\sqrt2, but the same text is right
-    assert equal == [("5", "x=5")]  # answers to two questions that are indeed equal
+        # TRL cannot read 11\sqrt2, but the same text is right.
+        assert all(are_correct(texts, solutions))
+        are_right = are_correct(texts[:-1], solutions[1:])
+        pairs = compress(pairwise(answers), are_right)
+        assert [(one, other) for one, other in pairs if one != other] == equal
 
 
 def test_a_hub_name_is_not_looked_for_on_disk(monkeypatch):
