@@ -162,7 +162,7 @@ def test_the_command_with_a_settings_file_and_own_questions(
         tmp_path,
     )
     policy = tmp_path / "policy"
-    assert f"Policy saved to {policy}\nNext: trl-qurl eval {policy} --tasks FILE" in printed.stdout
+    assert f"Policy saved to {policy}\nNext: trl-qurl report {policy}" in printed.stdout
     # eager; no bar
     assert (
         "INFO: Starting vLLM.\n" in printed.stderr and "Writing model shards" not in printed.stderr

@@ -88,7 +88,7 @@ def train(
     saved = f"Policy saved to {output_dir}"
     if script_args.save_quantized:
         saved += f", and its quantized checkpoint to {trainer.save_quantized()}"
-    trainer.accelerator.print(saved)
+    trainer.accelerator.print(f"{saved}\nNext: trl-qurl report {output_dir}")
     return trainer
 
 
