@@ -28,7 +28,8 @@ def test_rows_become_one_user_message_and_a_text_answer(tmp_path, name):
     assert questions.column_names == ["prompt", "solution"]
     assert questions[0]["prompt"] == [{"role": "user", "content": f"0 + 1?\n\n{INSTRUCTION}"}]
     assert questions["solution"][:] == ["$1$", "$2$"], "the limit keeps the first"
-    assert load_questions(path, limit=9, needs_answers=False)["solution"][:] == [""] * 3
+    without = load_questions(path, limit=9, needs_answers=False)
+    assert without["solution"][:] == [""] * 3 and without[0]["prompt"] == questions[0]["prompt"]
     with pytest.raises(ValueError, match="limit=0"):
         load_questions(path, limit=0)
 
@@ -117,7 +118,8 @@ def test_a_missing_file_is_not_mistaken_for_a_hub_name(tmp_path, monkeypatch, na
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     write(tmp_path / "home.jsonl", COMPLETE)
-    with pytest.raises(FileNotFoundError, match="no|home"):
+    named = "home.jsonl .* home directory" if "~" in name else "no"
+    with pytest.raises(FileNotFoundError, match=named):
         load_questions(name)
 
 
@@ -181,10 +183,15 @@ def test_reward_functions_of_your_own_get_all_columns(tmp_path):
 
 
 @pytest.mark.parametrize("needs_answers", [False, True])
-def test_a_column_that_mixes_types_becomes_text(tmp_path, needs_answers):
-    levels = ['"Paris"', "1.50", "12345678901234567.5", "null", str(10**30)]
+@pytest.mark.parametrize(
+    "levels", [["Paris", "1.50", "12345678901234567.5", None, "-7"], ["1", str(10**30)]]
+)
+def test_a_column_that_mixes_types_becomes_text(tmp_path, needs_answers, levels):
     path = tmp_path / "q.jsonl"
-    rows = [f'{{"question": "q", "answer": "a", "level": {level}}}\n' for level in levels]
-    path.write_text("".join(rows))
+    path.write_text(
+        "".join(f'{{"question": "q", "answer": "a", "level": {level}}}\n' for level in levels)
+        .replace("Paris", '"Paris"')
+        .replace("None", "null")
+    )
     found = load_questions(str(path), needs_answers=needs_answers, keep_columns=True)
-    assert found["level"][:] == ["Paris", "1.50", "12345678901234567.5", None, str(10**30)]
+    assert found["level"][:] == levels

@@ -75,13 +75,8 @@ START = {
 }
 """Options of TRL that `--help` lists besides those that a command changes, in our words."""
 
-ELSEWHERE = {
-    "scheme": "rollout_quantization",
-    "ignore": "quantization_ignore",
-    "dataset_name": "dataset",
-    "dataset_train_split": "dataset_split",
-}
-"""What other commands, and TRL's, call some options."""
+ELSEWHERE = {"scheme": "rollout_quantization", "ignore": "quantization_ignore"}
+"""What other commands call some options."""
 
 
 @dataclass
