@@ -3,6 +3,7 @@
 import gzip
 import json
 import math
+import re
 from itertools import compress, pairwise
 
 import pytest
@@ -20,6 +21,11 @@ def write(path, *rows):
     return str(path)
 
 
+def content_of(row):
+    """The last message of a prompt."""
+    return row["prompt"][-1]["content"]
+
+
 @pytest.mark.parametrize("name", ["questions.jsonl", "questions.jsonl.gz"])
 def test_rows_become_one_user_message_and_a_text_answer(tmp_path, name):
     rows = [{"question": f"{index} + 1?", "answer": index + 1} for index in range(3)]
@@ -29,7 +35,8 @@ def test_rows_become_one_user_message_and_a_text_answer(tmp_path, name):
     assert questions[0]["prompt"] == [{"role": "user", "content": f"0 + 1?\n\n{INSTRUCTION}"}]
     assert questions["solution"][:] == ["$1$", "$2$"], "the limit keeps the first"
     without = load_questions(path, limit=9, needs_answers=False)
-    assert without["solution"][:] == [""] * 3 and without[0]["prompt"] == questions[0]["prompt"]
+    assert without["solution"][:] == [""] * 3
+    assert without[0]["prompt"] == questions[0]["prompt"]
     with pytest.raises(ValueError, match="limit=0"):
         load_questions(path, limit=0)
 
@@ -66,43 +73,54 @@ def test_a_hub_name_is_not_looked_for_on_disk(monkeypatch):
     assert calls == [(("openai/gsm8k", "main"), {"split": "test"})]
 
 
+def refused(path, **options):
+    """The error for a file of questions, which names it."""
+    with pytest.raises((ValueError, FileNotFoundError)) as caught:
+        load_questions(str(path), **options)
+    assert str(path) in str(caught.value)
+    return str(caught.value)
+
+
 COMPLETE = {"question": "q", "answer": "a"}
-EMPTY = (None, "", "  ", [], math.nan)
+EMPTY = [None, "", "  ", [], math.nan]
+
+
+@pytest.mark.parametrize("answer", [*EMPTY, {"v": 7}, [{}], ["x", None]])
+def test_a_bad_answer_is_named(tmp_path, answer):
+    path = write(tmp_path / "bad.jsonl", COMPLETE, COMPLETE | {"answer": answer})
+    error = refused(path)
+    assert "answer in row 2" in error and "a number" in error
 
 
 @pytest.mark.parametrize(
-    ("row", "named"),
+    "question",
     [
-        *[(COMPLETE | {"answer": empty}, "answer in row 2 .* a number") for empty in EMPTY],
-        *[(COMPLETE | {"question": empty}, "question in row 2") for empty in EMPTY],
-        *[(COMPLETE | {"answer": a}, "answer in row 2") for a in ({"v": 7}, [{}], ["x", None])],
-        ({"answer": "a"}, "question in row 2"),
-        ({"question": {"text": "q"}, "answer": "7"}, "question in row 2 .* messages"),
-        ({"question": [{"role": "user", "content": " "}], "answer": "7"}, "question in row 2"),
-        ({"question": [{"role": "assistant", "content": "q"}], "answer": "7"}, "question in row 2"),
-        ({"question": ["q"], "answer": "7"}, "question in row 2"),
-        ("q", "Row 2 .* not an object"),
+        *EMPTY,
+        {"text": "q"},
+        ["q"],
+        [{"role": "user", "content": " "}],
+        [{"role": "assistant", "content": "q"}],
     ],
 )
-def test_a_bad_row_is_named(tmp_path, row, named):
-    path = write(tmp_path / "bad.jsonl", COMPLETE, row)
-    with pytest.raises(ValueError, match=named) as caught:
-        load_questions(path)
-    assert path in str(caught.value)
+def test_a_bad_question_is_named(tmp_path, question):
+    path = write(tmp_path / "bad.jsonl", COMPLETE, COMPLETE | {"question": question})
+    error = refused(path)
+    assert "question in row 2" in error and "messages" in error
 
 
 def test_columns_may_have_the_usual_names_of_the_hub(tmp_path):
     row = {"solution": ["1", "2"], "problem": "p", "text": "t", "number": 3}
     path = write(tmp_path / "q.jsonl", row)
     [found] = load_questions(path)
-    assert found["prompt"][0]["content"].startswith("p\n") and found["solution"] == "$1, 2$"
+    assert content_of(found).startswith("p\n")
+    assert found["solution"] == "$1, 2$"
     [found] = load_questions(path, question_column="text", answer_column="number")
-    assert found["prompt"][0]["content"].startswith("t\n") and found["solution"] == "$3$"
-    for kind, column in (("question", "Question"), ("answer", "reply")):
-        with pytest.raises(
-            ValueError, match=f"column {column}, only solution, problem, .* --{kind}_column NAME"
-        ):
-            load_questions(path, **{f"{kind}_column": column})
+    assert content_of(found).startswith("t\n")
+    assert found["solution"] == "$3$"
+    for option in ("question_column", "answer_column"):
+        error = refused(path, **{option: "reply"})
+        assert "no column reply, only solution, problem" in error
+        assert f"--{option} NAME" in error
 
 
 def test_a_conversation_stays_one_and_ends_with_the_instruction(tmp_path):
@@ -118,9 +136,9 @@ def test_a_missing_file_is_not_mistaken_for_a_hub_name(tmp_path, monkeypatch, na
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     write(tmp_path / "home.jsonl", COMPLETE)
-    named = "home.jsonl .* home directory" if "~" in name else "no"
-    with pytest.raises(FileNotFoundError, match=named):
-        load_questions(name)
+    error = refused(name)
+    assert "does not exist" in error
+    assert ("home directory" in error) == ("~" in name)
 
 
 @pytest.mark.parametrize(
@@ -128,6 +146,7 @@ def test_a_missing_file_is_not_mistaken_for_a_hub_name(tmp_path, monkeypatch, na
     [
         ("gap.jsonl", '{"question": "q"}\n\n{"question": \n', "as jsonl: .* line 3, column 14"),
         ("list.json", '[\n\n{"question": "q" "answer": "a"}]\n', "as json: .* line 3 column 18"),
+        ("texts.json", '["q"]', "Row 1 .* not an object"),
         ("plain.jsonl.gz", '{"question": "q", "answer": "a"}\n', "as jsonl: "),
         ("bytes.parquet", "question,answer\n", "as parquet: "),
         ("comma.csv", "question,answer\nOne, two, three?,4\n", "Row 1 .* more cells"),
@@ -139,9 +158,7 @@ def test_a_missing_file_is_not_mistaken_for_a_hub_name(tmp_path, monkeypatch, na
 def test_a_file_that_cannot_be_read_is_named(tmp_path, name, content, named):
     path = tmp_path / name
     path.write_text(content)
-    with pytest.raises((ValueError, FileNotFoundError), match=named) as caught:
-        load_questions(str(path))
-    assert str(path) in str(caught.value)
+    assert re.search(named, refused(path))
 
 
 def test_parquet_is_read(tmp_path):
@@ -169,7 +186,7 @@ def test_values_are_not_converted(tmp_path):
         "$1.50$",
         "$\\text{False}$",
     ]
-    assert rows[0]["prompt"][0]["content"].startswith("1.50\n")
+    assert content_of(rows[0]).startswith("1.50\n")
 
 
 def test_reward_functions_of_your_own_get_all_columns(tmp_path):
@@ -178,8 +195,9 @@ def test_reward_functions_of_your_own_get_all_columns(tmp_path):
     prompt = [{"role": "user", "content": "q"}]
     assert rows[:] == {"question": ["q"], "level": [1.5], "solution": [4.5], "prompt": [prompt]}
     [row] = load_questions(path, keep_columns=True)
-    assert (row["level"], row["solution"]) == (1.5, "$4.5$")
-    assert row["prompt"][0]["content"] == f"q\n\n{INSTRUCTION}"
+    assert row["level"] == 1.5
+    assert row["solution"] == "$4.5$"
+    assert content_of(row) == f"q\n\n{INSTRUCTION}"
 
 
 @pytest.mark.parametrize("needs_answers", [False, True])

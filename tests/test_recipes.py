@@ -87,16 +87,21 @@ def test_a_recipe_has_the_settings_of_the_paper(recipe):
     script, config, model = parsed(command_of(recipe), "--config", recipe)
     processes, completions, prompts, rollouts, longest, rate, beta, temperature = PAPER[recipe.stem]
     made = config.per_device_train_batch_size * config.steps_per_generation * processes
-    assert (made, made // config.num_generations) == (completions, prompts)
+    assert made == completions
+    assert made // config.num_generations == prompts
     assert config.max_steps == rollouts * config.updates_per_rollout
     assert config.updates_per_rollout > 1, "no clip bound could act"
-    assert (config.max_completion_length, config.learning_rate) == (longest, rate)
-    assert (config.beta, config.temperature) == (beta, temperature)
-    assert config.objective == "acr" and config.rollout_quantization == "int8"
+    assert config.max_completion_length == longest
+    assert config.learning_rate == rate
+    assert config.beta == beta
+    assert config.temperature == temperature
+    assert config.objective == "acr"
+    assert config.rollout_quantization == "int8"
     assert config.uaq_scale == (1.0 if recipe.stem == "gsm8k_ppo" else 1.5)
     # A row of the log for each rollout, and a benchmark after a whole number of them.
     assert config.logging_steps == config.updates_per_rollout
-    assert script.eval_tasks and script.eval_tasks_steps % config.updates_per_rollout == 0
+    assert script.eval_tasks
+    assert script.eval_tasks_steps % config.updates_per_rollout == 0
     before = {"deepscaler_16k": "deepscaler_8k", "deepscaler_24k": "deepscaler_16k"}
     if recipe.stem in before:
         previous = parsed("grpo", "--config", before[recipe.stem])[1]

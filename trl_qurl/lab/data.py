@@ -122,7 +122,7 @@ def _load_rows(name: str, split: str, config: str | None) -> Iterable[Row]:
         return load_dataset(name, config, split=split)
     if not path.is_file() or suffix not in SUFFIXES:
         raise FileNotFoundError(
-            f"{path} is not a {', '.join(SUFFIXES)} file, or does not exist: give such a file, or "
+            f"{name} is not a {', '.join(SUFFIXES)} file, or does not exist: give such a file, or "
             f"a Hub name.{home_advice(path)}"
         )
     try:
@@ -225,5 +225,7 @@ def _as_solution(answer: Any) -> str | None:
 
 def _is_given(value: Any) -> bool:
     """Return whether a value is a number, or a text that is not empty."""
+    if value is None or isinstance(value, dict | list):
+        return False
     is_nan = value != value
-    return isinstance(value, str | int | float) and not is_nan and bool(str(value).strip())
+    return not is_nan and bool(str(value).strip())
