@@ -199,7 +199,7 @@ def learn(trainer: Trainer, checkpoint: Path | None) -> None:
 
     try:
         with live_line(trainer):
-            trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
+            trainer.train(resume_from_checkpoint=checkpoint)
     except KeyboardInterrupt:
         way = "no checkpoint yet"
         with suppress(FileNotFoundError):
