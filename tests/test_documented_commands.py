@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 from documents import PAGES, ROOT, inline_code, shell_commands
-from support.commands import RECIPES, TARGETS, check, check_make
+from support.commands import STAND_INS, TARGETS, check, check_make
 
 from trl_qurl.cli import COMMANDS, build_parser
 
@@ -48,7 +48,7 @@ def test_commands_in_the_text_exist(page):
                 assert command in COMMANDS, code
                 [subparsers] = build_parser([command])._subparsers._group_actions
                 shown = {word for word in words if word.startswith("--")}
-                assert command in RECIPES or shown <= set(
+                assert command in STAND_INS or shown <= set(
                     subparsers.choices[command]._option_string_actions
                 ), code
 

@@ -308,11 +308,8 @@ def test_which_models_have_recurrent_layers(kind, refused):
 def test_questions_without_answers(train, tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"question": "1 + 1?", "result": "2"}\n')
     message = train("--dataset", tmp_path / "bad.jsonl")
-    assert (
-        "no answer or final_answer or solution or ground_truth; its columns are question, result: "
-        in message
-    )
-    assert "rename the columns, or, for training, pass --" in message
+    assert "bad.jsonl has no column answer or " in message and "only question, result" in message
+    assert "--answer_column NAME" in message
 
 
 def test_questions_that_do_not_fill_a_rollout(train, tmp_path):
@@ -323,33 +320,10 @@ def test_questions_that_do_not_fill_a_rollout(train, tmp_path):
     )
 
 
-def test_completions_longer_than_the_context(train):
-    message = train("--vllm_max_model_length", 64)
-    assert "--max_completion_length allows 64 tokens" in message
-    assert "context of 64 (--vllm_max_model_length" in message
-
-
 def test_a_tracker_that_is_not_installed(train):
     message = train("--report_to", "wandbb")
     assert message.startswith(
         "--report_to wandbb is unknown or not installed: install its package, or use "
-    )
-
-
-def test_groups_that_do_not_divide_a_rollout(train, monkeypatch):
-    message = train("--num_generations", 5)
-    assert message.startswith(
-        "--num_generations 5 does not divide the 256 completions (--per_device_train_batch_size 16 "
-    )
-    assert (
-        "x 1 processes x --steps_per_generation 16): use one of 1, 2, 4, 8, 16, 32, 64, 128, 256, "
-        "or " in message
-    )
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    assert "does not divide the 24 completions" in train(
-        *["--per_device_train_batch_size", "1", "--num_generations", "5"],
-        "--steps_per_generation",
-        8,
     )
 
 

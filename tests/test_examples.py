@@ -136,7 +136,7 @@ def test_the_command_with_a_settings_file_and_own_questions(model, warm_python, 
         "rollout_quantization": "none",
     }
     printed = run([warm_python, BIN / "trl-qurl", "grpo"], settings, tmp_path)
-    assert f"trl-qurl eval {tmp_path / 'policy'} --tasks FILE" in printed.stdout
+    assert f"trl-qurl report {tmp_path / 'policy'}" in printed.stdout
     # eager; no bar
     assert "INFO: Starting vLLM.\n" in printed.stderr
     assert "Writing model shards" not in printed.stderr

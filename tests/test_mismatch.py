@@ -20,7 +20,7 @@ from trl_qurl.lab.mismatch.prompts import BUILT_IN, Sampling, load_prompts
 from trl_qurl.lab.mismatch.report import Choice, Report, Step
 from trl_qurl.lab.mismatch.statistics import Scored, half_length, measure
 from trl_qurl.lab.mismatch.table import sentences
-from trl_qurl.lab.recipes.grpo import parse_arguments
+from trl_qurl.lab.recipes.arguments import parse
 
 BUDGET = 3e-5  # nats per token, between the tiny model's KL with its outliers and without
 
@@ -357,7 +357,7 @@ def test_the_list_is_one_for_training(measured):
     assert (directory / "new" / "out.yaml").read_text() in printed
     given = ["--config", str(directory / "new" / "out.yaml"), "--output_dir", str(directory)]
     given += ["--use_cpu", "--bf16", "false", "--report_to", "none"]
-    config = parse_arguments(given)[1]
+    config = parse("grpo", given)[1]
     assert config.rollout_quantization == formats and config.quantization_ignore == ["lm_head"]
 
 

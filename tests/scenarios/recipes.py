@@ -6,9 +6,11 @@ Takes triples: the command, the name of the run, and its arguments as a JSON lis
 
 import json
 import sys
-from importlib import import_module
 
 from child import print_record
+
+from trl_qurl.lab.recipes.arguments import parse
+from trl_qurl.lab.recipes.questions import train
 
 
 def main() -> None:
@@ -16,8 +18,7 @@ def main() -> None:
     records = {}
     trainers = []  # as in `tiny.KEPT`
     for command, name, argv in zip(arguments[::3], arguments[1::3], arguments[2::3], strict=True):
-        recipe = import_module(f"trl_qurl.lab.recipes.{command}")
-        trainer = recipe.train(*recipe.parse_arguments(json.loads(argv)))
+        trainer = train(command, *parse(command, json.loads(argv)))
         trainers.append(trainer)
         records[name] = {"step": trainer.state.global_step, "history": trainer.state.log_history}
     print_record(records)

@@ -7,7 +7,6 @@ reader's own files. Third-party programs are only known by name.
 import importlib.util
 import re
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from accelerate.commands.launch import launch_command_parser
@@ -16,9 +15,10 @@ from trl import TrlParser
 
 from trl_qurl import QuRLGRPOConfig, QuRLPPOConfig
 from trl_qurl.cli import build_parser
-from trl_qurl.lab.recipes import grpo, ppo, rloo
+from trl_qurl.lab.recipes.arguments import parse
 
-RECIPES = {"grpo": grpo, "ppo": ppo, "rloo": rloo}
+STAND_INS = {"grpo": "dapo.yaml", "ppo": "gsm8k_ppo.yaml", "rloo": "variants/tis.yaml"}
+"""Recipes in place of the reader's own files, by command."""
 FILES_OF_READERS = ("settings.yaml", "mismatch.yaml")
 ON_CPU = ["--use_cpu", "--bf16", "false", "--report_to", "none"]
 THIRD_PARTY = {"cd", "conda", "export", "git", "hf", "jupyter", "ray", "source", "uv", "vllm"}
@@ -63,7 +63,7 @@ def check_sbatch(words: list[str]) -> None:
     """`sbatch [options] examples/slurm.sh [options of the training]`."""
     [script] = [i for i, word in enumerate(words) if word.endswith(".sh")]
     assert (ROOT / words[script]).exists() and all(word.startswith("--") for word in words[:script])
-    check_training(grpo, words[script + 1 :])
+    check_training("grpo", words[script + 1 :])
 
 
 def check_docker(words: list[str]) -> None:
@@ -110,8 +110,8 @@ def check_python(words: list[str]) -> None:
 
 
 def check_trl_qurl(words: list[str]) -> None:
-    if words[0] in RECIPES:
-        return check_training(RECIPES[words[0]], words[1:])
+    if words[0] in STAND_INS:
+        return check_training(words[0], words[1:])
     args, extra = build_parser(words).parse_known_args(words)
     assert args.command == "serve" or not extra, extra
     if args.command == "report":
@@ -125,16 +125,15 @@ def check_trl_qurl(words: list[str]) -> None:
         assert {word[2:] for word in extra if word.startswith("--")} <= fields
 
 
-def check_training(recipe: ModuleType, words: list[str]) -> None:
+def check_training(command: str, words: list[str]) -> None:
     """Run TRL's parser."""
-    stand_in = {grpo: "dapo.yaml", ppo: "gsm8k_ppo.yaml", rloo: "variants/tis.yaml"}[recipe]
     arguments = []
     for word in words:
         if word in FILES_OF_READERS:
-            word = f"examples/recipes/{stand_in}"
+            word = f"examples/recipes/{STAND_INS[command]}"
         if word not in ("--help", "--help-all"):
             arguments.append(str(ROOT / word) if word.startswith("examples/") else word)
-    recipe.parse_arguments([*arguments, *ON_CPU])
+    parse(command, [*arguments, *ON_CPU])
 
 
 def file_of(name: str) -> Path:

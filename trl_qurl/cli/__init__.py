@@ -36,19 +36,19 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "grpo": Command(
-        "trl_qurl.lab.recipes.grpo",
+        "trl_qurl.lab.recipes.questions",
         "train on questions with checkable answers (GSM8K)",
         passes_on=True,
         adds_help=False,
     ),
     "ppo": Command(
-        "trl_qurl.lab.recipes.ppo",
+        "trl_qurl.lab.recipes.questions",
         "the same with a critic (the paper's first experiment)",
         passes_on=True,
         adds_help=False,
     ),
     "rloo": Command(
-        "trl_qurl.lab.recipes.rloo",
+        "trl_qurl.lab.recipes.questions",
         "the same with RLOO, which uses one ratio per answer",
         passes_on=True,
         adds_help=False,

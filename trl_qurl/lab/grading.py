@@ -19,11 +19,29 @@ import unicodedata
 from decimal import Decimal
 from typing import Any
 
-BRACE = re.compile(r"\\boxed\s*\{|(?<!\\)[{}]")
+BOX = re.compile(r"\\boxed\s*\{")
+BRACE = re.compile(r"(?<!\\)[{}]")
 STYLED = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox)\s*\{([^{}]*)\}")
-FRACTION = re.compile(r"\\[dt]?frac\s?(?:\{(\d+)\}\s?\{(\d+)\}|(\d)(\d))")
 SUPERSCRIPT = re.compile("[⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+")
 VULGAR_FRACTION = re.compile("[¼-¾⅐-⅞]")
+PUNCTUATION = str.maketrans("\N{FRACTION SLASH}\N{MINUS SIGN}\N{EN DASH}‘’′“”", "/--'''\"\"")
+LOOKS = {
+    STYLED.pattern: r"\1",
+    r"\\[dt]?frac\s?(?:\{(\d+)\}\s?\{(\d+)\}|(\d)(\d))": r" \1\3/\2\4",
+    r"\\?\$|\\!": "",
+    r"\{,\}": ",",
+    r"\\%": "%",
+    r"\^\{?\\circ\}?|\\degree\b": "°",
+    r"\\[ ,:;]|~|\\q?quad\b": " ",
+}
+"""What sets only the looks of an answer in TeX."""
+OPTIONAL = {
+    r"_?\{?(\d+)\}?": r"\1",  # H_2O
+    r"(?<![^\W_])([^\W\d_])\.": r"\1",  # a.m., U.S.
+    r"(?<=\d) (?=[ap]m\b)": "",
+    r" ?([:/-]) ?": r"\1",
+}
+"""What may be in a text, or not."""
 
 SCALES = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 NUMBER = re.compile(
@@ -99,46 +117,32 @@ def accuracy_reward(completions: list[Any], solution: list[str], **kwargs: Any) 
         solution: Answers as in the data, or from `as_solution`.
         kwargs: Further arguments of a reward function in TRL.
     """
+    from trl.rewards import accuracy_reward as compare
+
     solutions = [as_solution(text) for text in solution]
     split = [_split_at_boxes(turns[0]["content"]) for turns in completions]
-    are_equal = _compare_formulas(split, solutions, kwargs)
+    texts = [_readable(parts) for parts in split]
+    references = [f"${_for_trl(right[1:-1])}$" for right in solutions]
+    grades = [compare([[{"content": text}] for text in texts], references, **kwargs)]
+    if any("\\%" in text for text in (*texts, *references)):  # to TRL, 12.5% is only 0.125
+        texts = [text.replace("\\%", "") for text in texts]
+        references = [right.replace("\\%", "") for right in references]
+        grades.append(compare([[{"content": text}] for text in texts], references))
     rewards = []
-    for parts, right, is_equal in zip(split, solutions, are_equal, strict=True):
+    for parts, right, *grade in zip(split, solutions, *grades, strict=True):
         boxes = parts[1::2]
-        if is_text(right):
-            is_right = {_as_words(box) for box in boxes} == {_as_words(right)}
-        else:
-            # TRL cannot read all formulas.
-            is_same = {_as_formula(box) for box in boxes} == {_as_formula(right)}
-            is_right = bool(boxes) and (is_equal or is_same)
-        rewards.append(float(is_right))
+        form = _as_words if is_text(right) else _as_formula  # TRL cannot read all formulas
+        is_same = {form(box) for box in boxes} == {form(right)}
+        is_equal = 1.0 in grade and bool(boxes) and not is_text(right)
+        rewards.append(float(is_same or is_equal))
     return rewards
 
 
-def _compare_formulas(
-    split: list[list[str]], solutions: list[str], kwargs: dict[str, Any]
-) -> list[bool]:
-    """Compare boxes with solutions by TRL's reward, with and without percent signs.
-
-    To TRL, 12.5% is only 0.125.
-    """
-    from trl.rewards import accuracy_reward as compare
-
-    texts = []
-    for parts in split:
-        readable = list(parts)
-        readable[1::2] = [f"\\boxed{{{_for_trl(_as_formula(box))}}}" for box in parts[1::2]]
-        texts.append("".join(readable))
-    readable_solutions = [f"${_for_trl(solution[1:-1])}$" for solution in solutions]
-    grades = compare([[{"content": text}] for text in texts], readable_solutions, **kwargs)
-    are_equal = [grade == 1.0 for grade in grades]  # None where TRL cannot read the solution
-    pairs = zip(texts, readable_solutions, strict=True)
-    percents = [row for row, (text, right) in enumerate(pairs) if "\\%" in text + right]
-    without = [[{"content": texts[row].replace("\\%", "")}] for row in percents]
-    grades = compare(without, [readable_solutions[row].replace("\\%", "") for row in percents])
-    for row, grade in zip(percents, grades, strict=True):
-        are_equal[row] = are_equal[row] or grade == 1.0
-    return are_equal
+def _readable(parts: list[str]) -> str:
+    """Return a completion with boxes that TRL can read."""
+    readable = list(parts)
+    readable[1::2] = [f"\\boxed{{{_for_trl(_as_formula(box))}}}" for box in parts[1::2]]
+    return "".join(readable)
 
 
 def _for_trl(formula: str) -> str:
@@ -158,19 +162,18 @@ def _for_trl(formula: str) -> str:
 
 def _split_at_boxes(text: str) -> list[str]:
     r"""Return the texts outside and inside each `\boxed{}`, in turn; the last one is outside."""
-    parts = []
-    start = 0
-    opened: list[re.Match[str]] = []
-    for brace in BRACE.finditer(text):
-        if brace[0].endswith("{"):
-            opened.append(brace)
-        elif opened:
-            opening = opened.pop()
-            is_box = opening[0] != "{"
-            if is_box and opening.start() >= start:  # else it is around another box
-                parts += [text[start : opening.start()], text[opening.end() : brace.start()]]
-                start = brace.end()
-    return [*parts, text[start:]]
+    first, *rest = BOX.split(text)
+    parts = [first]
+    for chunk in rest:
+        depth = 1
+        for brace in BRACE.finditer(chunk):
+            depth += 1 if brace[0] == "{" else -1
+            if depth == 0:
+                parts += [chunk[: brace.start()], chunk[brace.end() :]]
+                break
+        else:  # it is never closed, or around another box
+            parts[-1] += chunk
+    return parts
 
 
 def _as_formula(text: str) -> str:
@@ -188,7 +191,7 @@ def _as_number(plain: str) -> str | None:
     match = NUMBER.match(plain)
     if match is None or not _is_unit(plain[match.end() :]):
         return None
-    exponent = SCALES[match["scale"].lower()] if match["scale"] else 0
+    exponent = SCALES.get(str(match["scale"]).lower(), 0)
     if match["bottom"]:
         top = int(match["top"]) + int(match["whole"] or 0) * int(match["bottom"])
         number = f"\\frac{{{top * 10**exponent}}}{{{match['bottom']}}}"
@@ -232,12 +235,7 @@ def _is_worded(plain: str) -> bool:
 
 def _plain(text: str) -> str:
     """Return an answer without what sets only its looks in TeX and Unicode."""
-    text = STYLED.sub(r"\1", _without_unicode(text)).replace("\\$", "").replace("$", "")
-    text = FRACTION.sub(r" \1\3/\2\4", text)
-    text = text.replace("\\!", "").replace("{,}", ",").replace("\\%", "%")
-    text = re.sub(r"\^\{?\\circ\}?|\\degree\b", "°", text)
-    text = re.sub(r"\\[ ,:;]|~|\\q?quad\b", " ", text)
-    text = " ".join(text.split())
+    text = " ".join(_replaced(_without_unicode(text), LOOKS).split())
     if text[:1] in ("'", '"'):  # a quotation, or a number that a spreadsheet keeps as text
         text = text[1:].removesuffix(text[0])
     return re.sub(r"(?<!\.)[.,;]$", "", text).strip()
@@ -245,22 +243,20 @@ def _plain(text: str) -> str:
 
 def _without_unicode(text: str) -> str:
     """Write 5² as 5^{2} and 1½ as 1 1/2, with ASCII's minus sign, quotation marks and spaces."""
-    text = SUPERSCRIPT.sub(lambda digits: f"^{{{unicodedata.normalize('NFKC', digits[0])}}}", text)
+    text = SUPERSCRIPT.sub(r"^{\g<0>}", text)
     text = VULGAR_FRACTION.sub(r" \g<0>", text)
-    text = unicodedata.normalize("NFKC", text).replace("\N{FRACTION SLASH}", "/")
-    text = re.sub("[\N{MINUS SIGN}\N{EN DASH}]", "-", text)
-    text = re.sub("[‘’′]", "'", text)
-    text = re.sub("[“”]", '"', text)
+    text = unicodedata.normalize("NFKC", text).translate(PUNCTUATION)
     return " ".join(text.split())
 
 
 def _as_words(text: str) -> str:
     """Return a text without case, and without punctuation that is around it or optional."""
-    text = _plain(text).casefold()
-    text = re.sub(r"_?\{?(\d+)\}?", r"\1", text)  # H_2O
-    text = re.sub(r"(?<![^\W_])([^\W\d_])\.", r"\1", text)  # a.m., U.S.
-    text = re.sub(r"(?<=\d) (?=[ap]m\b)", "", text)
-    text = re.sub(r" ?([:/-]) ?", r"\1", text)
-    bare = text.strip(" .,;:!?'\"")
+    bare = _replaced(_plain(text).casefold(), OPTIONAL).strip(" .,;:!?'\"")
     inside = bare.strip("()")
     return bare if "(" in inside or ")" in inside else inside
+
+
+def _replaced(text: str, replacements: dict[str, str]) -> str:
+    for pattern, replacement in replacements.items():
+        text = re.sub(pattern, replacement, text)
+    return text

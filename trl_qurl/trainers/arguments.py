@@ -191,7 +191,7 @@ def columns_of(dataset: Any) -> list[str] | None:
 
 
 def check_reward(function: Any, args: TrainingArguments, arguments: Mapping[str, Any]) -> None:
-    """Raise `TypeError` for a reward function that TRL cannot call; models pass."""
+    """Raise `ValueError` for a reward function that TRL cannot call; models pass."""
     if isinstance(function, nn.Module) or not callable(function):
         return
     columns = columns_of(arguments.get("train_dataset")) or []
@@ -217,7 +217,7 @@ def check_reward(function: Any, args: TrainingArguments, arguments: Mapping[str,
         way = "Accept the ones you need, and **kwargs for the rest."
         if removed:
             way = f"remove_unused_columns=True removes {', '.join(removed)}: set it to False. {way}"
-        raise TypeError(
+        raise ValueError(
             f"TRL cannot call the reward function {name!r} ({error}): it passes "
             f"{', '.join(names)} by name. {way}"
         ) from None

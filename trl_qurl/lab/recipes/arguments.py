@@ -1,127 +1,183 @@
 """Arguments of `trl-qurl grpo|ppo|rloo`: TRL's parser, YAML files by path or name for `--config`,
 and the help.
 
-`--help` prints essential options first, then those that this project adds or the command changes;
+`--help` prints essential options, and those that this project adds or the command changes;
 `--help-all` prints all, including those of TRL and transformers.
 """
 
 from __future__ import annotations
 
 import argparse
-import logging
-import os
-import sys
-from collections.abc import Collection, Sequence
-from dataclasses import MISSING, dataclass, field, fields
-from itertools import chain
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trl_qurl.cli.noise import quiet
 from trl_qurl.cli.options import did_you_mean
+from trl_qurl.lab.comparison import option
 from trl_qurl.lab.device import cpu_settings
 
 if TYPE_CHECKING:
     from trl import ModelConfig
 
-logger = logging.getLogger(__name__)
-
 HERE = Path(__file__).parent
-USAGE = "%(prog)s [--config FILE ...] [--OPTION VALUE ...]"
+
+SHARED: dict[str, Any] = {
+    "model_name_or_path": "Qwen/Qwen2.5-0.5B-Instruct",
+    # A rollout of 256 completions gives four updates of 64; with a single update, clipping would
+    # have no effect.
+    "per_device_train_batch_size": 16,
+    "gradient_accumulation_steps": 4,
+    "steps_per_generation": 16,
+    "num_generations": 8,
+    "max_completion_length": 512,
+    "learning_rate": 1e-5,  # the paper's, on GSM8K
+    "lr_scheduler_type": "constant_with_warmup",
+    "logging_steps": 4,
+    "logging_first_step": True,
+    "save_steps": 100,
+}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "grpo": SHARED | {"output_dir": "qurl-gsm8k", "warmup_steps": 20},
+    # The paper's GSM8K run: 256 prompts with one answer of up to 512 tokens each, learning rate
+    # 1e-5, 15 epochs = 435 rollouts, UAQ off. The paper does not state the updates per rollout;
+    # verl's example of this run makes four of 64.
+    "ppo": SHARED
+    | {
+        "output_dir": "qurl-gsm8k-ppo",
+        "num_generations": 1,
+        "max_steps": 4 * 435,
+        "lr_scheduler_type": "constant",
+        "critic_learning_rate": 1e-5,
+    },
+    # One update per rollout, as in REINFORCE: with hundreds of tokens per answer, its ratio soon
+    # leaves the clip range.
+    "rloo": SHARED
+    | {
+        "output_dir": "qurl-gsm8k-rloo",
+        "gradient_accumulation_steps": 16,
+        "logging_steps": 1,
+        "save_steps": 25,
+        "warmup_steps": 5,
+    },
+}
+"""Changes to TRL's defaults, by command."""
 
 START = {
-    "model_name_or_path": None,
-    "dataset": None,
+    "model_name_or_path": "Model to train: a name on the Hub, or a directory.",
+    "use_peft": "Train a LoRA adapter (lora_r, lora_alpha, lora_target_modules).",
     "output_dir": "Directory for the trained policy, its checkpoints and its log.",
     "max_steps": "Optimizer steps; -1 to train for num_train_epochs.",
     "num_train_epochs": "Passes over the questions, if max_steps is -1.",
     "learning_rate": "Peak learning rate.",
-    "use_peft": "Train a LoRA adapter (--lora_r, --lora_alpha, --lora_target_modules).",
-    "vllm_mode": (
-        "colocate: run the engine in this process; server: requires a running `trl-qurl serve`."
-    ),
-    "resume_from_checkpoint": "Checkpoint to resume from; true for the latest in output_dir.",
+    "vllm_mode": "colocate: an engine in this process; server: a running `trl-qurl serve`.",
+    "resume_from_checkpoint": "A checkpoint; true for the last complete one in output_dir.",
 }
-"""Essential options, with a help text if the option is not ours."""
+"""Options of TRL that `--help` lists besides those that a command changes, in our words."""
 
-# as other commands say
-ELSEWHERE = {"--scheme": "--rollout_quantization", "--ignore": "--quantization_ignore"}
+ELSEWHERE = {"scheme": "rollout_quantization", "ignore": "quantization_ignore"}
+"""What other commands call some options."""
 
 
-def parse(
-    command: str,
-    script_arguments: type,
-    defaults: dict[str, Any],
-    argv: Sequence[str] | None = None,
-) -> tuple[Any, Any, ModelConfig]:
+@dataclass
+class ScriptArguments:
+    """Script arguments: questions, rewards, saving and evaluations."""
+
+    dataset: str = option(
+        "openai/gsm8k",
+        "Questions and answers: a Hub name, or a local .json, .jsonl, .csv or .parquet file.",
+    )
+    dataset_config: str = option("main", "Configuration of a Hub dataset.")
+    dataset_split: str = option("train", "Split of a Hub dataset.")
+    dataset_limit: int | None = option(None, "Train only on the first N questions.")
+    question_column: str | None = option(
+        None, "Column of the questions. Defaults to question, problem or prompt."
+    )
+    answer_column: str | None = option(
+        None, "Column of the answers. Defaults to answer, final_answer, solution or ground_truth."
+    )
+    reward_funcs: list[str] | None = option(
+        None,
+        "Reward functions, by default accuracy_reward; also reasoning_accuracy_reward, "
+        "think_format_reward, get_soft_overlong_punishment, and import paths (my_rewards.length), "
+        "which get all columns of the data.",
+    )
+    soft_overlong_cache: int | None = option(
+        None,
+        "Soft overlong punishment (DAPO): lowers the reward by up to 1 over the last N tokens "
+        "before max_completion_length.",
+    )
+    save_quantized: bool = option(
+        False, "Also save the policy's quantized checkpoint for `vllm serve`, to OUTPUT_DIR-FORMAT."
+    )
+    eval_tasks: list[str] = field(
+        default_factory=list,
+        metadata={"help": "Benchmarks to run during training: names, files or name=source."},
+    )
+    eval_tasks_steps: int = option(100, "Optimizer steps between these evaluations.")
+    eval_tasks_limit: int | None = option(None, "Use only the first N questions of each benchmark.")
+
+
+@dataclass
+class CriticArguments(ScriptArguments):
+    """Script arguments of PPO."""
+
+    value_model: str | None = option(None, "Initial model of the critic. Defaults to the policy's.")
+
+
+def parse(command: str, argv: Sequence[str]) -> tuple[ScriptArguments, Any, ModelConfig]:
     """Parse a command line and the YAML files of its `--config` into script, trainer and model
     arguments.
     """
-    quiet()
-    prog = None if argv is None else f"trl-qurl {command}"
-    # reports errors before seconds of imports
-    files, argv = take_files(sys.argv[1:] if argv is None else argv)
+    settings, argv = take_settings(argv)  # reports errors before seconds of imports
 
     from trl import ModelConfig, TrlParser
 
     import trl_qurl
 
-    @dataclass
-    class ModelArguments(ModelConfig):
-        """TRL's model arguments, with a short name for the model."""
-
-        model_name_or_path: str | None = field(
-            default=None,
-            metadata={"aliases": ["--model"], "help": "Model to train: a Hub name or a directory."},
-        )
-
+    script = CriticArguments if command == "ppo" else ScriptArguments
     config = getattr(trl_qurl, f"QuRL{command.upper()}Config")
-    groups = [script_arguments, config, ModelArguments]
-    known_names = {setting.name for group in groups for setting in fields(group)}
-    # By default, argparse would print all three hundred options above each error message.
-    parser = TrlParser(groups, prog=prog, usage=USAGE, add_help=False, allow_abbrev=False)
-    if "--help-all" in argv:
-        parser.print_help()
-        parser.exit()
-    if "--help" in argv or "-h" in argv:
-        print_help(parser.prog, groups, defaults)
-        parser.exit()
-    settings = merge_settings(files, known_names, command)
-    os.environ.update(
-        {name: str(value) for name, value in (settings.pop("env", None) or {}).items()}
+    lists_all = "--help-all" in argv
+    shown = essential(command, script, config)
+
+    class Parser(TrlParser):
+        """TRL's parser, whose help lists essential options, each with one spelling."""
+
+        def add_argument(self, *names: str, **settings: Any) -> argparse.Action:
+            action = super().add_argument(*names, **settings)
+            action.option_strings = action.option_strings[:1]
+            action.metavar = "VALUE"
+            if action.dest in START:
+                action.help = START[action.dest]
+            elif not lists_all and action.dest not in shown:
+                action.help = argparse.SUPPRESS
+            return action
+
+    parser = Parser(
+        [ModelConfig, script, config],
+        prog=f"trl-qurl {command}",
+        usage="%(prog)s [--config FILE ...] [--OPTION VALUE ...]",
+        epilog="Each option is also a setting in a YAML file. --help-all lists TRL's others.",
+        allow_abbrev=False,
     )
-    parser.set_defaults_with_config(**{**cpu_settings(), **defaults, **settings})
+    parser.add_argument("--help-all", action="help", default=argparse.SUPPRESS)
+    parser.add_argument("--model", dest="model_name_or_path", default=argparse.SUPPRESS)
+    parser.add_argument(
+        "--config",
+        default=argparse.SUPPRESS,
+        help=f"YAML files, or names of recipes ({', '.join(recipes())}); later ones override",
+    )
+    unread = parser.set_defaults_with_config(**{**cpu_settings(), **DEFAULTS[command], **settings})
     # Report misspelled options before TRL's configurations check values.
-    parsed, unknown = parser.parse_known_args(argv)
-    if options := [word.partition("=")[0] for word in unknown if word.startswith("--")]:
-        words = [ELSEWHERE.get(word := f"--{name[2:].replace('-', '_')}", word) for name in options]
-        guess = did_you_mean(words, ["--model", *(f"--{name}" for name in known_names)])
-        raise ValueError(f"Unknown option {' '.join(options)}{guess}")
+    known, unknown = parser.parse_known_args(argv)
+    unknown = [*unread, *unknown]
     if unknown:
-        raise ValueError(f"Unexpected argument {unknown[0]}; did you mean --dataset {unknown[0]}?")
-    check_groups(parsed)
-    return parser.parse_args_and_config(argv)
-
-
-def check_groups(args: argparse.Namespace) -> None:
-    """Raise `ValueError` if `num_generations` does not divide the completions of a rollout."""
-    processes, groups = int(os.environ.get("WORLD_SIZE", "1")), args.num_generations
-    batch, steps = (
-        args.per_device_train_batch_size,
-        args.steps_per_generation or args.gradient_accumulation_steps,
-    )
-    size = batch * processes * steps
-    divisors = [number for number in range(1, size + 1) if size % number == 0]
-    if args.generation_batch_size is None and groups not in divisors:
-        factors = (
-            f"--per_device_train_batch_size {batch} x {processes} processes x "
-            f"--steps_per_generation {steps}"
-        )
-        ways = f"use one of {', '.join(map(str, divisors))}, or change the other options"
-        raise ValueError(
-            f"--num_generations {groups} does not divide the {size} completions ({factors}): "
-            f"{ways}."
-        )
+        words = [word.partition("=")[0].lstrip("-").replace("-", "_") for word in unknown]
+        words = [ELSEWHERE.get(word, word) for word in words]
+        guess = did_you_mean(words, ["model", *vars(known)])
+        raise ValueError(f"Unknown option or setting {' '.join(unknown)}{guess}")
+    model_args, script_args, training_args = parser.parse_args_into_dataclasses(argv)
+    return script_args, training_args, model_args
 
 
 def recipes() -> dict[str, Path]:
@@ -130,56 +186,26 @@ def recipes() -> dict[str, Path]:
     return {path.stem: path for pattern in patterns for path in sorted(HERE.glob(pattern))}
 
 
-def take_files(argv: Sequence[str]) -> tuple[list[tuple[str, dict[str, Any]]], list[str]]:
+def take_settings(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """Take `--config`, `--dataset` and `--eval_tasks` off a command line, and return the rest.
 
-    The names of all files of `--config`, given by path or recipe name, come with their settings;
-    last, those of the command line.
+    The settings of each file override those of the previous ones: a recipe, a variant, your own.
+    Another data set also overrides `eval_tasks`, which belong to the previous one.
     """
     parser = argparse.ArgumentParser(
         add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS
     )
-    parser.add_argument("--config", nargs="*", action="append", default=[])
+    parser.add_argument("--config", nargs="+", action="extend", default=[])
     parser.add_argument("--dataset")
     parser.add_argument("--eval_tasks", "--eval-tasks", nargs="*")
     args, rest = parser.parse_known_args(argv)
     given = vars(args)
-    if [] in (names := given.pop("config")):
-        raise ValueError("--config requires the name of a YAML file or a recipe.")
-    files = [(name, _read_settings(name)) for name in chain(*names)]
-    return files + [("the command line", given)] * bool(given), rest
-
-
-def merge_settings(
-    files: list[tuple[str, dict[str, Any]]], known_names: Collection[str], command: str
-) -> dict[str, Any]:
-    """Merge the settings of all files, of which each overrides the previous ones: a recipe, a
-    variant, your own.
-
-    Another data set also overrides `eval_tasks`, which belong to the previous one.
-    """
     merged: dict[str, Any] = {}
-    for name, settings in files:
-        if unknown := [setting for setting in settings if setting not in {*known_names, "env"}]:
-            raise ValueError(
-                f"The settings file {name} has unknown settings: {', '.join(unknown)}"
-                f"{did_you_mean(unknown, list(known_names))} `trl-qurl {command} --help` lists the "
-                "names."
-            )
-        if not isinstance(settings.get("env") or {}, dict):
-            raise ValueError(
-                f"env in {name} is {settings['env']!r}: write a line `NAME: value` below it for "
-                "each variable."
-            )
-        changed = {"dataset", "eval_tasks"} & settings.keys()
-        if (
-            changed == {"dataset"}
-            and settings["dataset"] != merged.get("dataset")
-            and merged.pop("eval_tasks", None)
-        ):
-            logger.warning("%s sets another dataset, so the previous eval_tasks are dropped.", name)
+    for settings in [*map(_read_settings, given.pop("config")), given]:
+        if "dataset" in settings and settings["dataset"] != merged.get("dataset"):
+            merged.pop("eval_tasks", None)
         merged |= settings
-    return merged
+    return merged, rest
 
 
 def _read_settings(name: str) -> dict[str, Any]:
@@ -194,65 +220,17 @@ def _read_settings(name: str) -> dict[str, Any]:
     try:
         settings = yaml.safe_load(path.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
-        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
-        line = f" in line {mark.line + 1}" if mark else ""
-        raise ValueError(
-            f"The settings file {path} is not valid YAML{line}: {problem or error}."
-        ) from error
+        raise ValueError(f"The settings file {path} is not valid YAML: {error}") from error
     if not isinstance(settings, dict):
-        raise ValueError(
-            f"The settings file {path} has no `name: value` lines: write one setting per line."
-        )
+        raise ValueError(f"The settings file {path} has no lines of the form `NAME: value`.")
     if "model" in settings:  # short name, as on the command line
         settings["model_name_or_path"] = settings.pop("model")
-    return {str(setting): value for setting, value in settings.items()}
+    return {str(name): value for name, value in settings.items()}
 
 
-def print_help(prog: str, classes: Sequence[type], defaults: dict[str, Any]) -> None:
-    """Print the options of a recipe; `classes` are its script arguments, config and model
-    arguments.
-    """
-    script_arguments, config, _ = classes
+def essential(command: str, script: type, config: type) -> set[str]:
+    """Return the names of our options, and of TRL's that most runs need or a command changes."""
     theirs = next(parent for parent in config.__mro__ if parent.__module__.startswith("trl."))
-    settings = {setting.name: setting for cls in classes for setting in fields(cls)}
-    inherited = {setting.name for setting in fields(theirs)}
-    parser = argparse.ArgumentParser(
-        prog=prog,
-        usage=USAGE,
-        add_help=False,
-        epilog=(
-            f"All {len(settings)} options, including those of TRL's {theirs.__name__} and "
-            f"ModelConfig: {prog} --help-all. Each is also a setting in a YAML file. Example: "
-            f"{prog} --model Qwen/Qwen2.5-0.5B-Instruct --dataset questions.jsonl --max_steps 200 "
-            "--output_dir policy"
-        ),
-    )
-    groups = {
-        "model, data, length of the run": START,
-        "settings of trl-qurl": [
-            setting.name for setting in fields(config) if setting.name not in inherited
-        ],
-        "questions and output": [setting.name for setting in fields(script_arguments)],
-        "settings of TRL that this command changes": defaults,
-    }
-    for title, names in groups.items():
-        group = parser.add_argument_group(title)
-        for setting in [settings.pop(name) for name in names if name in settings]:
-            default = defaults.get(setting.name, setting.default)
-            note = "" if default in (None, MISSING) else f" (default: {default})"
-            text = START.get(setting.name) or setting.metadata.get("help", "")
-            options = [f"--{setting.name}", *setting.metadata.get("aliases", ())]
-            group.add_argument(*options, metavar="VALUE", help=f"{text}{note}".replace("%", "%%"))
-    files = parser.add_argument_group("settings files and help")
-    files.add_argument(
-        "--config",
-        metavar="FILE",
-        nargs="+",
-        help=(
-            f"YAML files of settings, or names of recipes ({', '.join(recipes())}); later ones "
-            "override"
-        ),
-    )
-    files.add_argument("--help", action="help", help="this list")
-    files.add_argument("--help-all", action="help", help="all options")
-    parser.print_help()
+    added = {setting.name for setting in (*fields(script), *fields(config))}
+    added.difference_update(setting.name for setting in fields(theirs))
+    return {"config", "help", *START, *DEFAULTS[command], *added}

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
-from operator import attrgetter
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from trl_qurl import QuRLGRPOConfig, QuRLRLOOConfig
 
 GRADING = {"accuracy_reward", "reasoning_accuracy_reward"}
 """Reward functions that compare answers with those of the data."""
 
+Reward = Callable[..., list[float]]
 
-def load_rewards(names: Sequence[str]) -> list[Any]:
+
+def load_rewards(names: Sequence[str]) -> list[Reward]:
     """Return reward functions by import path, or by a name of `trl.rewards`, of which
     `accuracy_reward` is ours.
     """
@@ -24,40 +21,33 @@ def load_rewards(names: Sequence[str]) -> list[Any]:
     from trl_qurl.lab.grading import accuracy_reward
 
     sys.path.insert(0, "")  # this, and the two numbers, as in `trl grpo`
-    overlong = get_soft_overlong_punishment(1280, 256)
-    ours, loaded = (
-        {"accuracy_reward": accuracy_reward, "get_soft_overlong_punishment": overlong},
-        [],
-    )
-    for path in (name.replace(":", ".") for name in names):
-        module, _, name = f"{'' if '.' in path else 'trl.rewards.'}{path}".rpartition(".")
-        try:
-            loaded.append(
-                ours.get(path) or attrgetter(name, f"{name}.__call__")(import_module(module))[0]
-            )
-        except (ImportError, AttributeError) as error:
-            ways = (
-                "give the import path of a function, such as my_rewards.length, or a name that "
-                "--help lists"
-            )
-            raise ValueError(
-                f"--reward_funcs {path} cannot be loaded ({error}): {ways}."
-            ) from error
-    return loaded
+    registry = {
+        "accuracy_reward": accuracy_reward,
+        "get_soft_overlong_punishment": get_soft_overlong_punishment(1280, 256),
+    }
+    return [registry.get(name) or _imported(name) for name in names]
 
 
-def punishments(
-    soft_overlong_cache: int | None, training_args: QuRLGRPOConfig | QuRLRLOOConfig
-) -> list[Any]:
-    """Build TRL's soft overlong punishment, if requested."""
+def _imported(name: str) -> Reward:
+    module, _, function = name.rpartition(".")
+    try:
+        reward = getattr(import_module(module or "trl.rewards"), function)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"--reward_funcs {name} cannot be loaded ({error}): give the import path of a "
+            "function, such as my_rewards.length, or a name that --help lists."
+        ) from error
+    if not callable(reward):
+        raise ValueError(f"--reward_funcs {name} is {reward!r}: give the path of a function.")
+    return reward
+
+
+def punishment(cache: int, limit: int) -> Reward:
+    """Return TRL's soft overlong punishment, which begins `cache` tokens before `limit`."""
     from trl.rewards import get_soft_overlong_punishment
 
-    if soft_overlong_cache is None:
-        return []
-    limit = training_args.max_completion_length
-    if limit is None or not 0 < soft_overlong_cache < limit:
+    if not 0 < cache < limit:
         raise ValueError(
-            f"soft_overlong_cache={soft_overlong_cache} must be between 0 and "
-            f"max_completion_length={limit}."
+            f"soft_overlong_cache={cache} must be between 0 and max_completion_length={limit}."
         )
-    return [get_soft_overlong_punishment(limit, soft_overlong_cache)]
+    return get_soft_overlong_punishment(limit, cache)
