@@ -66,21 +66,11 @@ def test_smoothing_takes_the_outliers_off_the_estimate(weights):
 
 
 def test_layers_that_an_engine_fuses_stay_together():
-    names = [
-        "model.layers.10.mlp.down_proj",
-        "model.layers.9.self_attn.v_proj",
-        "model.layers.9.self_attn.q_proj",
-    ]
-    names += [
-        f"model.layers.9.mlp.experts.{expert}.{part}_proj"
-        for expert in (0, 1)
-        for part in ("up", "down")
-    ]
-    assert {frozenset(group) for group in fused_groups(names)} == {
-        frozenset(names[:1]),
-        frozenset(names[1:3]),
-        frozenset(names[3:]),
-    }
+    down = "model.layers.10.mlp.down_proj"
+    attention = [f"model.layers.9.self_attn.{name}_proj" for name in "vq"]
+    experts = [f"model.layers.9.mlp.experts.{name}_proj" for name in ("0.up", "0.down", "1.up")]
+    groups = {frozenset(group) for group in fused_groups([down, *attention, *experts])}
+    assert groups == {frozenset([down]), frozenset(attention), frozenset(experts)}
 
 
 @pytest.mark.parametrize("finer", [[], [SCHEMES["w8a16"]]])

@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trl_qurl.cli.options import add_ignore, check_model
-from trl_qurl.lab.comparison import BASELINE, add_kwargs, add_schemes, read_schemes, write_json
+from trl_qurl.lab.comparison import (
+    BASELINE,
+    add_kwargs,
+    add_numbers,
+    add_schemes,
+    read_schemes,
+    write_json,
+)
 
 if TYPE_CHECKING:
     from trl_qurl.lab.evaluation.tasks import Task
@@ -35,25 +42,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "owner/set[:config:split]; name=source",
     )
     add_schemes(parser, " (default: none)", default=BASELINE)
-    parser.add_argument(
-        "--samples", type=int, default=1, metavar="K", help="answers per question (default: 1)"
-    )
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        default=0.0,
-        help="0 for greedy answers (default); the paper samples at 1 or 0.6",
-    )
-    parser.add_argument(
-        "--top-p", type=float, default=0.7, help="top-p for sampling (default: the paper's 0.7)"
-    )
-    parser.add_argument(
-        "--max-tokens", type=int, default=2048, help="longest completion (default: %(default)s)"
+    add_numbers(
+        parser,
+        samples=(1, "answers per question"),
+        temperature=(0.0, "0 for greedy answers; the paper samples at 1 or 0.6"),
+        top_p=(0.7, "top-p for sampling, by default the paper's"),
+        max_tokens=(2048, "longest completion"),
     )
     parser.add_argument(
         "--limit", type=int, metavar="N", help="use only the first N questions of each task"
     )
-    parser.add_argument("--seed", type=int, default=0, help="for sampling (default: %(default)s)")
     parser.add_argument(
         "--output-dir", type=Path, help="where to save answers and results (default: eval-MODEL)"
     )
@@ -68,32 +66,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Evaluate the model in each format, print and save the results, and return exit status 0."""
-    from trl_qurl.lab.evaluation.tasks import load_tasks, parse_task
-
-    specs = args.tasks.split(",")
-    for spec in specs:
-        parse_task(spec)  # reports errors before seconds of imports
+    formats = check_arguments(args)
 
     from rich.console import Console
 
     from trl_qurl.lab.evaluation.results import build_table, summarize
+    from trl_qurl.lab.evaluation.tasks import load_tasks
     from trl_qurl.lab.evaluation.worker import answer_once
     from trl_qurl.rollout.engine.launch import content_digest, resolve_model
 
-    formats = check_arguments(args)
-    tasks = load_tasks(specs, args.limit)
+    tasks = load_tasks(args.tasks.split(","), args.limit)
     directory = resolve_model(args.model)
-    sampling = {
-        "n": args.samples,
-        "temperature": args.temperature,
-        "top_p": args.top_p,
-        "max_tokens": args.max_tokens,
-    }
+    sampling = {name: getattr(args, name) for name in ("temperature", "top_p", "max_tokens")}
     settings = {
         "model": args.model,
         "model_digest": content_digest(Path(directory)),
         "tasks": {task.name: task.digest for task in tasks},
-        "sampling": {**sampling, "seed": args.seed},
+        "sampling": {"n": args.samples, **sampling},
         "ignore": sorted(args.ignore),
         "chat_template_kwargs": args.chat_template_kwargs,
     }
@@ -101,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     keep_settings(settings, output_dir)
     answers = {}
     for name, form in formats.items():
-        job = make_job(args, name, form, directory, tasks, sampling)
+        job = make_job(args, name, form, directory, tasks, settings["sampling"])
         # The name of a checkpoint has a digest of its formats by pattern.
         stem = name if isinstance(form, str | None) else Path(job.model).name
         answers[job.label] = answer_once(job, output_dir / f"{stem}.jsonl")
@@ -115,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
 def make_job(
     args: argparse.Namespace,
     name: str,
-    form: Formats | None,
+    form: Formats,
     directory: str,
     tasks: list[Task],
     sampling: dict[str, Any],
@@ -123,8 +112,6 @@ def make_job(
     """Return the evaluation of a model's directory in one format, which is quantized first."""
     from trl_qurl.lab.device import full_precision
     from trl_qurl.lab.evaluation.worker import Job
-    from trl_qurl.quantization.plan import schemes_of
-    from trl_qurl.rollout.engine.hardware import kernel_environment
     from trl_qurl.rollout.engine.launch import starting_checkpoint
 
     label, dtype = full_precision()
@@ -133,20 +120,9 @@ def make_job(
     if form is not None:
         label = name.upper()
         checkpoint = str(starting_checkpoint(directory, form, args.ignore, arguments))
-    else:
-        config = Path(directory, "config.json").read_text(encoding="utf-8")
-        if "quantization_config" in json.loads(config):
-            label = "as stored"
-    return Job(
-        label,
-        checkpoint,
-        tasks,
-        sampling,
-        args.seed,
-        kernel_environment(*schemes_of(form)),
-        engine_kwargs=arguments,
-        template=args.chat_template_kwargs,
-    )
+    elif '"quantization_config"' in Path(directory, "config.json").read_text(encoding="utf-8"):
+        label = "as stored"
+    return Job(label, checkpoint, form, tasks, sampling, arguments, args.chat_template_kwargs)
 
 
 def check_arguments(args: argparse.Namespace) -> dict[str, Formats]:

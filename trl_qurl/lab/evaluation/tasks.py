@@ -52,18 +52,8 @@ class Source(NamedTuple):
 
     name: str  # of the benchmark
     path: str  # a file, or a Hub name
-    config: str | None
-    split: str
-
-
-def load_task(spec: str, limit: int | None = None, needs_answers: bool = True) -> Task:
-    """Load the first `limit` questions of a benchmark.
-
-    Without `needs_answers`, `solutions` are empty.
-    """
-    name, path, config, split = parse_task(spec)
-    questions = load_questions(path, split, config, limit, needs_answers=needs_answers)
-    return Task(name, questions["prompt"][:], questions["solution"][:])
+    config: str | None = None
+    split: str = "test"
 
 
 def parse_task(spec: str) -> Source:
@@ -83,25 +73,35 @@ def parse_task(spec: str) -> Source:
     if source not in SOURCES:
         has_suffix = source.lower().removesuffix(".gz").endswith(SUFFIXES)
         if has_suffix or (":" not in source and is_local(source)):
-            return Source(name, source, None, "")
+            return Source(name, source)
     path, *parts = SOURCES.get(source, source).split(":")
     if "/" not in path or len(parts) > 2:
         raise ValueError(f"Unknown task {source!r}: {ALLOWED}.")
-    config, split, *_ = [*parts, "", ""]
+    config, split = [*parts, "", ""][:2]
     return Source(name, path, config or None, split or "test")
 
 
-def load_tasks(specs: list[str], limit: int | None = None) -> list[Task]:
-    """Load several benchmarks; raise `ValueError` if names repeat or there are none."""
-    tasks = [load_task(spec, limit) for spec in specs]
-    counts = Counter(task.name for task in tasks)
-    duplicates = sorted(name for name, count in counts.items() if count > 1)
-    if duplicates:
+def load_tasks(
+    specs: Sequence[str], limit: int | None = None, needs_answers: bool = True
+) -> list[Task]:
+    """Load the first `limit` questions of several benchmarks.
+
+    Without `needs_answers`, `solutions` are empty. Raises `ValueError` if names repeat or there are
+    none, before anything is loaded.
+    """
+    sources = [parse_task(spec) for spec in specs]
+    names = [source.name for source in sources]
+    repeated = [name for name, count in Counter(names).items() if count > 1]
+    if repeated:
         raise ValueError(
-            f"Several tasks are named {', '.join(duplicates)}: rename them with name=source."
+            f"Several tasks are named {', '.join(repeated)}: rename them with name=source."
         )
-    if not tasks:
+    if not sources:
         raise ValueError(f"The list of tasks is empty: {ALLOWED}.")
+    tasks = []
+    for name, path, config, split in sources:
+        questions = load_questions(path, split, config, limit, needs_answers=needs_answers)
+        tasks.append(Task(name, questions["prompt"][:], questions["solution"][:]))
     return tasks
 
 
