@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from conftest import group_members
 
-from trl_qurl.lab import processes
 from trl_qurl.lab.processes import call_in_child, last_lines, run_child
 
 SLEEPER = """
@@ -30,15 +29,12 @@ def alone_after(group: int, seconds: float) -> bool:
 
 
 def test_a_failure_ends_with_what_was_printed_last(tmp_path):
-    code = (
-        "import sys; [print('line', n) for n in range(99)]; print('10%\\r50%'); "
-        "sys.exit('\\x1b[31mno model\\x1b[0m')"
-    )
+    code = "import sys; [print('line', n) for n in range(99)]; sys.exit('no model')"
     with pytest.raises(ChildProcessError) as error:
         run_child([sys.executable, "-c", code], tmp_path / "output.log")
     message = str(error.value)
-    assert "exited with status 1" in message and f"in {tmp_path / 'output.log'}" in message
-    assert message.endswith("line 98\n50%\nno model") and "line 70" not in message
+    assert "exited with status 1" in message and str(tmp_path / "output.log") in message
+    assert message.endswith("line 98\nno model") and "line 70" not in message
 
 
 def test_the_last_line_is_shown(tmp_path):
@@ -112,12 +108,6 @@ def test_the_last_lines_are_as_a_terminal_leaves_them(tmp_path):
     log.write_bytes(b"first\n\n 0%|\r 50%|\r100%|\r\n\x1b[2Ksecond\xff\n   \n")
     assert last_lines(log, 3) == "first\n100%|\nsecond\ufffd"
     assert last_lines(log, 1) == "second\ufffd"
-
-
-def test_becoming_a_command_that_is_not_there(capsys, monkeypatch):
-    monkeypatch.setattr(processes, "die_with_parent", lambda: None)
-    assert processes.main(["no-such-program"]) == 127
-    assert "Cannot start no-such-program" in capsys.readouterr().err
 
 
 def half(number):

@@ -1,13 +1,14 @@
 """`trl-qurl eval`: answer benchmarks in several number formats, and compare them by question.
 
-Each format has a process of its own. All files are in one directory: `eval.json` has the settings,
-`<format>.jsonl` the graded answers, and `results.json` the results. Running again with the same
-settings answers only in the formats that are not finished.
+Each format has a process of its own. All files are in one directory: `<format>-<digest>.jsonl` has
+the graded answers, where the digest is of the settings, and `results.json` the results. Running
+again with the same settings answers only in the formats that are not finished.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,13 +88,13 @@ def run(args: argparse.Namespace) -> int:
         "chat_template_kwargs": args.chat_template_kwargs,
     }
     output_dir = args.output_dir or Path(f"eval-{Path(args.model).name}")
-    keep_settings(settings, output_dir)
+    output_dir.mkdir(parents=True, exist_ok=True)
     answers = {}
     for name, form in formats.items():
         job = make_job(args, name, form, directory, tasks, settings["sampling"])
-        # The name of a checkpoint has a digest of its formats by pattern.
-        stem = name if isinstance(form, str | None) else Path(job.model).name
-        answers[job.label] = answer_once(job, output_dir / f"{stem}.jsonl")
+        content = json.dumps([settings, form]).encode()
+        digest = hashlib.blake2b(content, digest_size=4).hexdigest()
+        answers[job.label] = answer_once(job, output_dir / f"{name}-{digest}.jsonl")
     results = summarize(answers)
     write_json({**settings, "results": results}, output_dir / "results.json")
     Console().print(build_table(results, args.model))
@@ -140,19 +141,3 @@ def check_arguments(args: argparse.Namespace) -> dict[str, Formats]:
     require("Evaluating", "math_verify", "rich", extra="eval")
     check_model(args.model)
     return formats
-
-
-def keep_settings(settings: dict[str, Any], output_dir: Path) -> None:
-    """Save the settings; raise `ValueError` if the directory has answers from different ones."""
-    path = output_dir / "eval.json"
-    if any(output_dir.glob("*.jsonl")) and path.exists():
-        previous = json.loads(path.read_text(encoding="utf-8"))
-        changed = [name for name, value in settings.items() if previous.get(name) != value]
-        if changed:
-            raise ValueError(
-                f"{output_dir} contains answers from an evaluation with different settings "
-                f"({', '.join(changed)}): use another --output-dir, or delete the directory to "
-                "start over."
-            )
-    output_dir.mkdir(parents=True, exist_ok=True)
-    write_json(settings, path)

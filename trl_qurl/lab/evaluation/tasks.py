@@ -14,7 +14,7 @@ from trl_qurl.lab.grading import accuracy_reward
 from trl_qurl.paths import is_local
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
 SOURCES = {
     "gsm8k": "openai/gsm8k:main",
@@ -130,16 +130,22 @@ def are_correct(completions: Sequence[str], solutions: Sequence[str]) -> list[bo
     return [reward == 1.0 for reward in accuracy_reward(messages, list(solutions))]
 
 
-def needed_context(
-    config: PretrainedConfig, prompts: Iterable[Sequence[int]], max_tokens: int
-) -> int:
-    """Return the length of the longest prompt plus its answer.
+def encode_prompts(
+    model: str, prompts: Iterable[Any], max_tokens: int, **template: Any
+) -> tuple[list[list[int]], int]:
+    """Tokenize prompts for the model in a directory, as TRL's trainers do.
 
-    Raises `ValueError` if it exceeds the context.
+    Also returns the length of the longest with its answer. Raises `ValueError` if that exceeds the
+    context.
     """
-    longest = max(map(len, prompts))
+    from transformers import AutoConfig, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    encoded = [encode_prompt(tokenizer, prompt, **template) for prompt in prompts]
+    longest = max(map(len, encoded))
     needed = longest + max_tokens
-    context = getattr(config.get_text_config(), "max_position_embeddings", None) or needed
+    config = AutoConfig.from_pretrained(model).get_text_config()
+    context = getattr(config, "max_position_embeddings", None) or needed
     if needed > context:
         room = context - longest
         advice = "use shorter questions, or another model"
@@ -149,4 +155,4 @@ def needed_context(
             f"The longest prompt ({longest} tokens) and --max-tokens {max_tokens} do not fit into "
             f"the model's context of {context}: {advice}."
         )
-    return needed
+    return encoded, needed

@@ -6,13 +6,11 @@ import json
 import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trl_qurl.lab.evaluation.results import Answers
-from trl_qurl.lab.evaluation.tasks import Task, are_correct, encode_prompt, needed_context
+from trl_qurl.lab.evaluation.tasks import Task, are_correct, encode_prompts
 from trl_qurl.lab.grading import is_text
 from trl_qurl.lab.processes import call_in_child
 from trl_qurl.quantization.plan import Formats, schemes_of
@@ -59,27 +57,29 @@ def answer(job: Job) -> list[Answers]:
     from vllm import SamplingParams
 
     SamplingParams(**job.sampling)  # refuses values that make no sense before an engine starts
-    token_ids, llm = encode_and_start(job)
+    prompts, llm = encode_and_start(job)
     answers: list[Answers] = []
-    for task in job.tasks:
-        answers += answer_task(llm, task, token_ids[task.name], job)
+    for task, encoded in zip(job.tasks, prompts, strict=True):
+        answers += answer_task(llm, task, encoded, job)
     return answers
 
 
-def encode_and_start(job: Job) -> tuple[dict[str, list[list[int]]], LLM]:
+def encode_and_start(job: Job) -> tuple[list[list[list[int]]], LLM]:
     """Return the token ids of all prompts, by task, and an engine with a long enough context."""
     import torch
-    from transformers import AutoConfig, AutoTokenizer
 
     from trl_qurl.rollout.engine.colocated import start_engine
     from trl_qurl.rollout.engine.hardware import WORTH_COMPILING
 
-    encode = partial(encode_prompt, AutoTokenizer.from_pretrained(job.model), **job.template)
-    token_ids = {task.name: list(map(encode, task.prompts)) for task in job.tasks}
     max_tokens = job.sampling["max_tokens"]
-    config = AutoConfig.from_pretrained(job.model)
-    length = needed_context(config, chain(*token_ids.values()), max_tokens)
-    answers = max(map(len, token_ids.values())) * job.sampling["n"]
+    prompts = []
+    length = 0
+    answers = 0
+    for task in job.tasks:
+        encoded, needed = encode_prompts(job.model, task.prompts, max_tokens, **job.template)
+        prompts.append(encoded)
+        length = max(length, needed)
+        answers = max(answers, len(encoded) * job.sampling["n"])
     arguments: dict[str, Any] = {"model": job.model, "max_model_len": length}
     if not torch.cuda.is_available():
         arguments["enforce_eager"] = answers * max_tokens < WORTH_COMPILING
@@ -90,7 +90,7 @@ def encode_and_start(job: Job) -> tuple[dict[str, list[list[int]]], LLM]:
     compiling = "" if arguments.get("enforce_eager") else COMPILING
     print(f"Starting vLLM with {job.label}{compiling}", flush=True)
     schemes = schemes_of(job.formats)
-    return token_ids, start_engine(schemes, arguments, min(answers, AT_ONCE), length)
+    return prompts, start_engine(schemes, arguments, min(answers, AT_ONCE), length)
 
 
 def answer_task(llm: LLM, task: Task, prompts: list[list[int]], job: Job) -> Iterator[Answers]:

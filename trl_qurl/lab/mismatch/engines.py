@@ -9,11 +9,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from trl_qurl.lab.comparison import BASELINE, label
 from trl_qurl.lab.device import full_precision
-from trl_qurl.lab.evaluation.tasks import encode_prompt, needed_context
+from trl_qurl.lab.evaluation.tasks import encode_prompts
 from trl_qurl.lab.mismatch.prompts import load_prompts
 from trl_qurl.lab.mismatch.statistics import Mismatch, Scored, measure
 from trl_qurl.lab.processes import call_in_child
@@ -55,12 +55,9 @@ class Engines:
         self.say = say
         self._args = args
         self._directory = resolve_model(args.model)
-        config = AutoConfig.from_pretrained(self._directory)
-        tokenizer = AutoTokenizer.from_pretrained(self._directory)
+        check_cpu_build(AutoConfig.from_pretrained(self._directory))
         prompts = load_prompts(args.questions, args.limit)
-        self.prompts = [encode_prompt(tokenizer, prompt) for prompt in prompts]
-        check_cpu_build(config)
-        self._length = needed_context(config, self.prompts, args.max_tokens)
+        self.prompts, self._length = encode_prompts(self._directory, prompts, args.max_tokens)
         has_gpu = torch.cuda.is_available()
         sixteen_bits = full_precision()[1]
         policy, self._tokenizer = load_model(self._directory)
