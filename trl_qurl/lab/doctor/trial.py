@@ -38,19 +38,19 @@ def check(form: str, name: str) -> list[Line]:
     """
     sleeps = name == "sleep"
     trainer = build_trainer(form, vllm_enable_sleep_mode=sleeps)
+    llm = trainer.vllm_generation.llm
+    [kernels] = llm.apply_model(_kernel_names)
     kl = train(trainer)
     trainer.vllm_generation.sync_weights()
-    llm = trainer.vllm_generation.llm
     if sleeps:
         llm.wake_up(tags=["kv_cache"])  # as TRL does before it generates
-    [kernels] = llm.apply_model(_kernel_names)
     new = build_trainer(form, trainer.model).vllm_generation.llm
     distance = largest_difference(continue_greedily(llm), continue_greedily(new))
     mode = llm.llm_engine.vllm_config.compilation_config.cudagraph_mode.name
+    layers = ", ".join(kernels) or "unquantized layers"
     text = (
-        f"trained {STEPS} steps with {', '.join(kernels) or 'vLLM'}, KL of actor and policy up to "
-        f"{kl:.1e} nats. Then a new engine differs by {distance:.1e} nats in a log-probability "
-        f"(CUDA graphs: {mode})"
+        f"trained {STEPS} steps with {layers}, KL of actor and policy up to {kl:.1e} nats. Then a "
+        f"new engine differs by {distance:.1e} nats in a log-probability (CUDA graphs: {mode})"
     )
     if not distance <= LIMIT:
         raise RuntimeError(f"{text}: the one that was trained with reads other weights")

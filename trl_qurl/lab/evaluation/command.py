@@ -129,6 +129,8 @@ def make_job(
 def check_arguments(args: argparse.Namespace) -> dict[str, Formats]:
     """Check what can be checked at once, and return the formats by short name."""
     from trl_qurl.lab.packages import require
+    from trl_qurl.quantization.plan import schemes_of
+    from trl_qurl.rollout.engine.hardware import kernel_environment
     from trl_qurl.rollout.engine.launch import require_vllm
 
     formats = read_schemes(args.scheme)
@@ -139,5 +141,7 @@ def check_arguments(args: argparse.Namespace) -> dict[str, Formats]:
         )
     require_vllm()
     require("Evaluating", "math_verify", "rich", extra="eval")
+    for form in formats.values():
+        kernel_environment(*schemes_of(form))  # raises if this machine has no kernel
     check_model(args.model)
     return formats
