@@ -52,12 +52,14 @@ def test_training_is_tried_and_its_engine_answers_as_a_new_one(warm_python):
     found = lines_of(done)
     assert json.loads(done.stdout)["works"] and done.returncode == 0, done.stdout
     tried = found["train-int8"]["data"]
-    assert 0 < tried["kl"] < 1e-3 and tried["distance"] < 1e-3
+    assert 0 < tried["kl"] < 1e-3
+    assert tried["distance"] < 1e-3
     if not torch.cuda.is_available():
         assert tried["kernels"] == ["CPUInt8ScaledMMLinearKernel"]
         skipped = {name for name, line in found.items() if line["status"] == "skipped"}
         assert skipped == {"sleep", "server"}
-    assert "secret" not in done.stdout and "somebody" not in done.stdout
+    assert "secret" not in done.stdout
+    assert "somebody" not in done.stdout
     variables = set(found["variables"]["text"].split(", "))
     assert {"HF_TOKEN (set)", "VLLM_API_KEY (set)", "HF_HOME (set)", "NCCL_DEBUG=WARN"} <= variables
     assert "PATH_OF_MINE" not in found["variables"]["text"]
@@ -120,8 +122,10 @@ def test_an_engine_that_cannot_start(warm_python):
     broken = {"VLLM_DISABLED_KERNELS": "CPUInt8ScaledMMLinearKernel", "VLLM_LOGGING_LEVEL": "ERROR"}
     done = doctor("--scheme", "int8", "--json", python=warm_python, **broken)
     line = lines_of(done)["train-int8"]
-    assert (done.returncode, line["status"]) == (1, "FAILED")
-    assert "VLLM_DISABLED_KERNELS" in line["advice"] and line["data"]["log"]
+    assert done.returncode == 1
+    assert line["status"] == "FAILED"
+    assert "VLLM_DISABLED_KERNELS" in line["advice"]
+    assert line["data"]["log"]
 
 
 @pytest.mark.parametrize(
@@ -146,8 +150,10 @@ def test_a_process_that_crashes_hangs_or_fails_is_a_line(
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
     seconds = 3.0 if "sleep" in torch_code else 60.0
     [line] = command.check_in_child("torch", "device", seconds)
-    assert (line.name, line.status) == ("torch", Status.FAILED)
-    assert re.match(text, line.text) and advice in line.advice
+    assert line.name == "torch"
+    assert line.status == Status.FAILED
+    assert re.match(text, line.text)
+    assert advice in line.advice
 
 
 def test_what_cannot_be_determined_says_so(monkeypatch):
@@ -156,7 +162,9 @@ def test_what_cannot_be_determined_says_so(monkeypatch):
 
     monkeypatch.setattr(command, "INSPECTIONS", [check_memory])
     line = next(command.examine([], quick=True))
-    assert (line.name, line.status) == ("memory", Status.NOTE) and "no such file" in line.text
+    assert line.name == "memory"
+    assert line.status == Status.NOTE
+    assert "no such file" in line.text
 
 
 @pytest.mark.parametrize(
@@ -212,7 +220,8 @@ def test_a_format_that_does_not_exist(capsys):
 def test_torch_sees_no_gpu(driver, cuda, status, advice, monkeypatch):
     monkeypatch.setattr(device.shutil, "which", lambda name: None)
     line = device.check_torch(cuda, driver)
-    assert line.status is status and advice in line.advice
+    assert line.status is status
+    assert advice in line.advice
 
 
 def test_the_page_on_installation_has_the_same_drivers():
@@ -248,7 +257,8 @@ def test_vllm_must_fit_the_device(name, driver, status, monkeypatch):
     monkeypatch.setattr(environment, "installed", lambda _: (name, "0.31.0"))
     monkeypatch.setattr(environment, "driver_version", lambda: driver)
     line = environment.check_vllm()
-    assert line.status is status and line.text.startswith(f"{name} 0.31.0")
+    assert line.status is status
+    assert line.text.startswith(f"{name} 0.31.0")
 
 
 @pytest.mark.parametrize(("free", "status"), [(64 * 2**20, Status.NOTE), (8 * 2**30, Status.OK)])
@@ -261,7 +271,8 @@ def test_space_in_shared_memory(free, status, monkeypatch):
 def test_the_trial_has_biases_that_a_kernel_can_misplace():
     parameters = trial.build_policy(build_tokenizer()).named_parameters()
     biases = [parameter for name, parameter in parameters if name.endswith("bias")]
-    assert len(biases) == 6 and all(0.5 < bias.std() < 2 for bias in biases)
+    assert len(biases) == 6
+    assert all(0.5 < bias.std() < 2 for bias in biases)
 
 
 @pytest.mark.parametrize(
@@ -284,5 +295,6 @@ def test_what_a_cpu_lacks(instructions, notes, monkeypatch):
     capabilities = {"cpu_name": "Example", "avx2": True, **dict.fromkeys(instructions, True)}
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
     line = device.describe_cpu("torch")
-    assert line.status is (Status.NOTE if notes else Status.OK) and "Example" in line.text
+    assert line.status is (Status.NOTE if notes else Status.OK)
+    assert "Example" in line.text
     assert [note for note in ("bfloat16", "INT8") if note in line.advice] == notes

@@ -64,7 +64,9 @@ def test_a_difference_is_paired():
     assert estimate.value == 0.25
     assert (estimate.low, estimate.high) == pytest.approx((1 / 6 - half, 1 / 6 + half))
     mirrored = paired_difference(theirs, ours)
-    assert (mirrored.value, mirrored.low, mirrored.high) == (-0.25, -estimate.high, -estimate.low)
+    assert mirrored.value == -0.25
+    assert mirrored.low == -estimate.high
+    assert mirrored.high == -estimate.low
     nothing = paired_difference(ours, ours)
     assert nothing.low < 0 < nothing.high, "four questions prove no two models equal"
     with pytest.raises(ValueError):
@@ -85,8 +87,11 @@ def write_questions(path, count=4, answer="7"):
 def test_local_files_are_tasks(tmp_path):
     path = write_questions(tmp_path / "sums" / "test.jsonl")
     [task, named] = load_tasks([path, f"mine={path}"], limit=3)
-    assert (task.name, len(task.prompts), task.solutions) == ("test", 3, ["$7$", "$7$", "$7$"])
-    assert (named.name, named.digest) == ("mine", task.digest)
+    assert task.name == "test"
+    assert len(task.prompts) == 3
+    assert task.solutions == ["$7$", "$7$", "$7$"]
+    assert named.name == "mine"
+    assert named.digest == task.digest
     assert load_tasks([path])[0].digest != task.digest
 
 
@@ -126,7 +131,8 @@ def test_other_names_are_asked_of_the_hub(spec, asked, monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     [task] = load_tasks([spec])
-    assert task.solutions == ["$1, 2$"] and task.prompts[0][0]["content"].startswith("p\n")
+    assert task.solutions == ["$1, 2$"]
+    assert task.prompts[0][0]["content"].startswith("p\n")
     assert set(SOURCES) == {"gsm8k", "math500", "aime24", "amc23", "minerva", "olympiad"}
 
 
@@ -142,7 +148,8 @@ def test_bad_arguments_are_refused_first(options, named, tmp_path, capsys):
     out = tmp_path / "out"
     command = ["eval", "absent", "--tasks", "absent/set", "--output-dir", str(out)]
     assert cli.main([*command, *options]) == 2
-    assert named in capsys.readouterr().err and not out.exists()
+    assert named in capsys.readouterr().err
+    assert not out.exists()
 
 
 def answers(question, correct=(True,), tokens=(10,), finished=(True,)):
@@ -187,13 +194,20 @@ def test_figures_are_counts_of_the_answers():
     ]
     wrong = [answers(question, [False], [8]) for question in range(3)]
     first, second = summarize({"BF16": right, "INT8": wrong})
-    assert (first.accuracy.value, first.questions, first.difference) == (0.5, 3, None)
-    assert (first.tokens, first.finished) == (4, 0.5)
-    assert (second.accuracy.value, second.difference.value, second.tokens) == (0, -0.5, 8)
+    assert first.accuracy.value == 0.5
+    assert first.questions == 3
+    assert first.difference is None
+    assert first.tokens == 4
+    assert first.finished == 0.5
+    assert second.accuracy.value == 0
+    assert second.difference.value == -0.5
+    assert second.tokens == 8
     columns = [list(column.cells) for column in build_table([first, second], "model").columns]
     shown, compared = zip(*columns, strict=True)
-    assert shown[:2] == ("sums (3)", "BF16") and compared[:2] == ("", "INT8")
-    assert shown[2].startswith("50.0 [") and shown[3:] == ("", "4", "50.0")
+    assert shown[:2] == ("sums (3)", "BF16")
+    assert compared[:2] == ("", "INT8")
+    assert shown[2].startswith("50.0 [")
+    assert shown[3:] == ("", "4", "50.0")
     assert compared[3].startswith("-50.0 [")
 
 
@@ -246,7 +260,8 @@ def test_two_formats_side_by_side(evaluated):
         assert (result["difference"] is None) == (result["format"] == "BF16")
     texts = {text for row in rows["BF16"] for text in row["texts"]}
     assert len(texts) > 20, "samples of one question, or the questions' samples, are the same"
-    assert "sums (6)" in printed and "INT8" in printed
+    assert "sums (6)" in printed
+    assert "INT8" in printed
 
 
 @pytest.mark.vllm
@@ -263,11 +278,13 @@ def test_finished_formats_are_not_repeated(evaluated, monkeypatch, capsys):
 
     monkeypatch.setattr(worker, "call_in_child", call_in_child)
     again = command(directory)
-    assert cli.main([*again, "--scheme", "int8,none"]) == 0 and not asked
+    assert cli.main([*again, "--scheme", "int8,none"]) == 0
+    assert not asked
     results = json.loads((directory / "whole" / "results.json").read_text())["results"]
     # The first format is now the other one, from which differences are counted.
     assert [result["format"] for result in results[:2]] == ["INT8", "BF16"]
-    assert results[0]["difference"] is None and results[1]["difference"] is not None
+    assert results[0]["difference"] is None
+    assert results[1]["difference"] is not None
     changes = [["--top-p", "0.5"], ["--chat-template-kwargs", '{"enable_thinking": false}']]
     for changed in changes:
         assert cli.main([*again, *changed]) == 2
@@ -323,7 +340,8 @@ def test_an_engine_on_a_cpu_takes_memory_that_is_free(tmp_path, monkeypatch, cap
     assert [arguments.get("kv_cache_memory_bytes") for arguments in started] == expected
     is_compiled = ["compiling" in line for line in capsys.readouterr().out.splitlines()]
     assert is_compiled == [False, False, True]
-    assert started[0]["seed"] == 0 and os.environ["KERNELS_OF"] == "1 formats"
+    assert started[0]["seed"] == 0
+    assert os.environ["KERNELS_OF"] == "1 formats"
 
 
 def test_prompts_are_made_with_the_arguments_for_the_chat_template(tmp_path, started):

@@ -61,7 +61,8 @@ def test_the_estimate_finds_the_kl_of_normal_log_ratios():
     found = measure(answers_of(0.2))
     assert found.kl_k3.low < 0.02 < found.kl_k3.high, "KL is sigma² / 2"
     assert found.kl_k3.low < found.kl_k3.value < found.kl_k3.high
-    assert (found.answers, found.tokens) == (400, 400 * 64)
+    assert found.answers == 400
+    assert found.tokens == 400 * 64
     assert found.ess == pytest.approx(math.exp(-0.04), abs=0.01)
     assert found.ratio_quantiles[0.5] == pytest.approx(math.exp(-0.02), abs=0.01)
     assert found.ratio_quantiles[0.99] == pytest.approx(math.exp(-0.02 + 0.2 * 2.326), rel=0.02)
@@ -150,7 +151,8 @@ def report_of(**formats):
 )
 def test_the_verdict_waits_until_the_interval_is_clear(kl, verdict):
     line, _ = sentences(report_of(int8=kl))
-    assert line.startswith(f"INT8: {verdict}") and f"KL of {kl[1]}" in line
+    assert line.startswith(f"INT8: {verdict}")
+    assert f"KL of {kl[1]}" in line
 
 
 @pytest.mark.parametrize(("limit", "is_missed"), [(0.0009, True), (0.0011, False)])
@@ -193,7 +195,8 @@ def test_lists_grow_until_an_engine_is_within_the_budget(reached, kept, monkeypa
     )
     report = report_of(none=(0, 0.0005, 1), int8=(0.004, 0.005, 0.006))
     choice, mismatch = choose_finer(engines, "int8", report, 0.002)
-    assert asked == kept and mismatch.kl_k3.value == reached[-1]
+    assert asked == kept
+    assert mismatch.kl_k3.value == reached[-1]
     kept_layers = {str(number): "none" for number in range(kept[-1])}
     assert choice.formats == kept_layers | {"*": "int8"}
 
@@ -248,7 +251,8 @@ def test_formats_that_do_not_fit_the_model_are_left_out_unless_they_were_named(
     command = ["mismatch", "model", "--questions", "questions.txt", "--max-tokens", "4"]
     assert cli.main([*command, "--output", "out.json"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
-    assert asked == [("none", 16), ("int8", 16)] and "compiling" not in printed
+    assert asked == [("none", 16), ("int8", 16)]
+    assert "compiling" not in printed
     assert "W4A16 is left out: w4a16 cannot quantize 10 of the 14 layers" in printed
     assert cli.main([*command, "--scheme", "int8,w4a16"]) == 2
     assert "w4a16 cannot quantize 10 of the 14 layers" in capsys.readouterr().err
@@ -284,7 +288,8 @@ def measured(warm_python, tmp_path_factory):
 @needs_vnni
 def test_the_command_says_what_rounding_does(measured):
     _, printed, written = measured
-    assert "INT8: safe to train with" in printed and "INT8, 2 finer" in printed
+    assert "INT8: safe to train with" in printed
+    assert "INT8, 2 finer" in printed
     assert list(written["formats"]) == ["none", "int8", "int8, 2 finer"]
     exact, plain, finer = (found["kl_k3"] for found in written["formats"].values())
     assert exact["high"] < finer["low"], "rounding is more than kernels do"
@@ -302,7 +307,8 @@ def test_the_list_is_one_for_training(measured):
     assert path.read_text() in printed
     given = ["--config", str(path), "--output_dir", str(directory), "--report_to", "none"]
     config = parse_arguments([*given, "--use_cpu", "--bf16", "false"])[1]
-    assert config.rollout_quantization == formats and config.quantization_ignore == ["lm_head"]
+    assert config.rollout_quantization == formats
+    assert config.quantization_ignore == ["lm_head"]
 
 
 @pytest.mark.vllm

@@ -33,8 +33,10 @@ def test_a_failure_ends_with_what_was_printed_last(tmp_path):
     with pytest.raises(ChildProcessError) as error:
         run_child([sys.executable, "-c", code], tmp_path / "output.log")
     message = str(error.value)
-    assert "exited with status 1" in message and str(tmp_path / "output.log") in message
-    assert message.endswith("line 98\nno model") and "line 70" not in message
+    assert "exited with status 1" in message
+    assert str(tmp_path / "output.log") in message
+    assert message.endswith("line 98\nno model")
+    assert "line 70" not in message
 
 
 def test_the_last_line_is_shown(tmp_path):
