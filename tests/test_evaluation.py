@@ -249,8 +249,8 @@ def test_two_formats_side_by_side(evaluated):
     assert shown == pairs
     rows = {}
     for name, start in (("BF16", "none-"), ("INT8", "int8-")):
-        [file] = (directory / "whole").glob(f"{start}*.jsonl")
-        rows[name] = [json.loads(line) for line in file.read_text().splitlines()]
+        [file] = (directory / "whole").glob(f"{start}*.json")
+        rows[name] = json.loads(file.read_text())
     for result in results:
         own = [row for row in rows[result["format"]] if row["task"] == result["task"]]
         assert [row["question"] for row in own] == list(range(result["questions"]))

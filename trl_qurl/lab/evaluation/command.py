@@ -1,6 +1,6 @@
 """`trl-qurl eval`: answer benchmarks in several number formats, and compare them by question.
 
-Each format has a process of its own. All files are in one directory: `<format>-<digest>.jsonl` has
+Each format has a process of its own. All files are in one directory: `<format>-<digest>.json` has
 the graded answers, where the digest is of the settings, and `results.json` the results. Running
 again with the same settings answers only in the formats that are not finished.
 """
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
         job = make_job(args, name, form, directory, tasks, settings["sampling"])
         content = json.dumps([settings, form]).encode()
         digest = hashlib.blake2b(content, digest_size=4).hexdigest()
-        answers[job.label] = answer_once(job, output_dir / f"{name}-{digest}.jsonl")
+        answers[job.label] = answer_once(job, output_dir / f"{name}-{digest}.json")
     results = summarize(answers)
     write_json({**settings, "results": results}, output_dir / "results.json")
     Console().print(build_table(results, args.model))

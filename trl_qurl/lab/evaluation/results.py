@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Answers:
-    """The graded answers to a question: one line of an answer file."""
+    """The graded answers to a question: one object of an answer file."""
 
     task: str
     question: int  # index, from 0

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trl_qurl.lab.comparison import write_json
 from trl_qurl.lab.evaluation.results import Answers
 from trl_qurl.lab.evaluation.tasks import Task, are_correct, encode_prompts
 from trl_qurl.lab.grading import is_text
@@ -43,13 +44,9 @@ def answer_once(job: Job, path: Path) -> list[Answers]:
             f"Evaluation with {job.label} failed; see the output above. Run the same command again "
             "to continue with this format."
         )
-        answers = call_in_child(answer, job, failure, shows_output=True)
-        lines = [json.dumps(asdict(graded)) + "\n" for graded in answers]
-        tmp = path.with_suffix(".tmp")
-        tmp.write_text("".join(lines), encoding="utf-8")
-        tmp.replace(path)
-    stored = path.read_text(encoding="utf-8").splitlines()
-    return [Answers(**json.loads(line)) for line in stored]
+        write_json(call_in_child(answer, job, failure, shows_output=True), path)
+    stored = json.loads(path.read_text(encoding="utf-8"))
+    return [Answers(**graded) for graded in stored]
 
 
 def answer(job: Job) -> list[Answers]:
