@@ -177,23 +177,32 @@ def test_an_engine_with_other_weights_is_told_from_a_new_one(stale, is_right):
     assert (trial.largest_difference(reloaded, new) <= trial.LIMIT) == is_right
 
 
-@pytest.mark.parametrize("gpus", [0, 1, 2])
-def test_what_is_tried_follows_from_the_gpus(gpus, monkeypatch):
+@pytest.mark.parametrize(
+    ("gpus", "broken", "expected"),
+    [
+        (0, "", ["sleep", "server"]),
+        (1, "", ["server"]),
+        (2, "", []),
+        (2, "train-fp8", ["sleep", "server"]),
+        (2, "train-mixed", []),
+    ],
+)
+def test_what_is_tried_follows_from_the_gpus_and_from_failures(gpus, broken, expected, monkeypatch):
     tried = {}
 
     def check_in_child(name, module, seconds, *arguments):
         tried[name] = (module, *arguments)
-        return [Line(name, "", data={"gpus": gpus}), Line("formats", "")][: 1 + (name == "torch")]
+        line = Line(name, "", Status.FAILED if name == broken else Status.OK, data={"gpus": gpus})
+        return [line, Line("formats", "")] if name == "torch" else [line]
 
     monkeypatch.setattr(command, "check_in_child", check_in_child)
     mixed = '{"re:.*down_proj": "w4a16", "*": "int8"}'
     lines = list(command.examine(["fp8", mixed], quick=False))
-    on_gpus = ("sleep", "server")
-    skipped = tuple(line.name for line in lines if line.status is Status.SKIPPED)
-    assert skipped == on_gpus[gpus:]
+    assert [line.name for line in lines if line.status is Status.SKIPPED] == expected
     assert tried["train-fp8"] == ("trial", "fp8", "train-fp8")
     assert tried["train-mixed"] == ("trial", mixed, "train-mixed")
-    assert gpus < 2 or tried["server"] == ("server", "fp8", "server")
+    if "server" in tried:
+        assert tried["server"] == ("server", "fp8", "server")
 
 
 def test_a_format_that_does_not_exist(capsys):

@@ -58,6 +58,7 @@ class Trial(NamedTuple):
     module: str
     form: str  # format of its rollouts
     least_gpus: int = 0
+    needs: str = ""  # another trial, which must not have failed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -121,8 +122,9 @@ def examine(formats: Sequence[str], quick: bool) -> Iterator[Line]:
     gpus = devices[0].data.get("gpus", 0)
     for trial in list_trials(formats or devices[-1].data.get("formats", ["int8"])[:1]):
         reason = ""
-        if failed:
-            reason = f"depends on the line {failed[0]}, which failed"
+        obstacles = [name for name in failed if name in ("vllm", "torch", trial.needs)]
+        if obstacles:
+            reason = f"depends on the line {obstacles[0]}, which failed"
         elif quick:
             reason = "--quick starts no engine"
         elif gpus < trial.least_gpus:
@@ -131,7 +133,10 @@ def examine(formats: Sequence[str], quick: bool) -> Iterator[Line]:
             yield Line(trial.name, reason, Status.SKIPPED)
             continue
         print(f"{trial.name}: this may take minutes.", file=sys.stderr)
-        yield from check_in_child(trial.name, trial.module, TRIAL_SECONDS, trial.form, trial.name)
+        lines = check_in_child(trial.name, trial.module, TRIAL_SECONDS, trial.form, trial.name)
+        if lines[0].status is Status.FAILED:
+            failed.append(trial.name)
+        yield from lines
 
 
 def list_trials(formats: Sequence[str]) -> list[Trial]:
@@ -140,8 +145,10 @@ def list_trials(formats: Sequence[str]) -> list[Trial]:
     for form in formats:
         name = "mixed" if form.startswith("{") else form
         trials.append(Trial(f"train-{name}", "trial", form))
-    sleep = Trial("sleep", "trial", formats[0], least_gpus=1)
-    return [*trials, sleep, Trial("server", "server", formats[0], least_gpus=2)]
+    first = trials[0]
+    sleep = Trial("sleep", "trial", first.form, 1, needs=first.name)
+    server = Trial("server", "server", first.form, 2, needs=first.name)
+    return [*trials, sleep, server]
 
 
 def check_in_child(name: str, module: str, seconds: float, *arguments: str) -> list[Line]:

@@ -39,8 +39,10 @@ def load_prompts(source: str | None, limit: int) -> list[Any]:
 
         [task] = load_tasks([source], limit, needs_answers=False)
         return task.prompts
-    text = Path(source).read_text(encoding="utf-8")
-    lines = [line for line in text.splitlines() if line.strip()]
+    path = Path(source)
+    if not path.is_file():
+        raise FileNotFoundError(f"{source} does not exist: give a file with one prompt per line.")
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     if not lines:
         raise ValueError(f"{source} contains no prompts: write one per line.")
     return lines[:limit]
