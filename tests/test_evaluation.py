@@ -4,10 +4,9 @@ ends.
 
 import json
 import math
-import random
+import os
 import statistics
 import subprocess
-from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -15,15 +14,16 @@ import torch
 from conftest import child_environment
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import ENGINE, save_tiny, tiny_model, tiny_tokenizer
+from tiny import ENGINE, save_tiny, tiny_tokenizer
 
 from trl_qurl import cli
 from trl_qurl.lab.evaluation import worker
 from trl_qurl.lab.evaluation.callback import TaskEvaluationCallback
-from trl_qurl.lab.evaluation.results import Answer, build_table, summarize
+from trl_qurl.lab.evaluation.results import Answers, build_table, summarize
 from trl_qurl.lab.evaluation.scores import Z95, average_at_k, paired_difference
-from trl_qurl.lab.evaluation.tasks import SOURCES, load_task, load_tasks, needed_context
-from trl_qurl.lab.evaluation.worker import Job, answer_task, start_engine
+from trl_qurl.lab.evaluation.tasks import SOURCES, encode_prompts, load_tasks
+from trl_qurl.lab.evaluation.worker import Job, answer_task, encode_and_start
+from trl_qurl.rollout.engine import hardware
 from trl_qurl.rollout.repairs import cpu_memory
 
 answer_sheets = st.integers(1, 5).flatmap(
@@ -39,9 +39,8 @@ answer_sheets = st.integers(1, 5).flatmap(
 def test_the_average_lies_within_its_interval(sheet):
     estimate = average_at_k(sheet)
     assert estimate.value == pytest.approx(sum(map(sum, sheet)) / sum(map(len, sheet)))
-    assert (
-        0 <= estimate.low <= estimate.value + 1e-12 and estimate.value - 1e-12 <= estimate.high <= 1
-    )
+    assert 0 <= estimate.low <= estimate.value + 1e-12
+    assert estimate.value - 1e-12 <= estimate.high <= 1
     assert estimate.high > estimate.low, "no number of answers makes an interval of nothing"
 
 
@@ -53,27 +52,11 @@ def test_the_interval_is_agresti_and_coulls():
     half = Z95 * math.sqrt(12 / 34 * 22 / 34 / 34)
     assert estimate.value == pytest.approx(1 / 3)
     assert (estimate.low, estimate.high) == pytest.approx((12 / 34 - half, 12 / 34 + half))
-    assert average_at_k([[True]] * 30).high == 1 and average_at_k([[False]] * 30).low == 0
-
-
-def test_95_percent_of_the_intervals_cover_the_truth():
-    generator = random.Random(0)
-    averages, differences = 0, 0
-    for _ in range(400):
-        difficulties = [generator.random() ** 2 for _ in range(40)]  # mean 1/3
-        estimate = average_at_k([[generator.random() < p for _ in range(8)] for p in difficulties])
-        averages += estimate.low <= 1 / 3 <= estimate.high
-        draws = [generator.random() for _ in range(60)]
-        estimate = paired_difference([[u < 0.6] for u in draws], [[u < 0.5] for u in draws])
-        differences += estimate.low <= 0.1 <= estimate.high
-    # Twice the standard error of a share of .95 among 400 is .022.
-    assert averages / 400 == pytest.approx(0.95, abs=0.03) and differences / 400 == pytest.approx(
-        0.95, abs=0.03
-    )
 
 
 def test_a_difference_is_paired():
-    ours, theirs = [[True], [True], [False], [True]], [[True], [False], [False], [True]]
+    ours = [[True], [True], [False], [True]]
+    theirs = [[True], [False], [False], [True]]
     # Differences 0, 1, 0, 0. With two more questions: mean 1/6, mean square (1 + 1) / 6, variance
     # 1/3 - 1/36 = 11/36, standard error sqrt(11/36 / 6).
     estimate = paired_difference(ours, theirs)
@@ -81,11 +64,11 @@ def test_a_difference_is_paired():
     assert estimate.value == 0.25
     assert (estimate.low, estimate.high) == pytest.approx((1 / 6 - half, 1 / 6 + half))
     mirrored = paired_difference(theirs, ours)
-    assert (mirrored.value, mirrored.low, mirrored.high) == (-0.25, -estimate.high, -estimate.low)
+    assert mirrored.value == -0.25
+    assert mirrored.low == -estimate.high
+    assert mirrored.high == -estimate.low
     nothing = paired_difference(ours, ours)
-    assert nothing.value == 0 and nothing.low < 0 < nothing.high, (
-        "four questions prove no two models equal"
-    )
+    assert nothing.low < 0 < nothing.high, "four questions prove no two models equal"
     with pytest.raises(ValueError):
         paired_difference(ours[:3], theirs)
 
@@ -94,29 +77,39 @@ def test_a_difference_is_paired():
 # --------------------------------------------------------------------------------------------------
 
 
-def write_questions(path, count_=4, answer="7"):
+def write_questions(path, count=4, answer="7"):
     path.parent.mkdir(exist_ok=True)
-    rows = [{"question": f"What is {number} + 1?", "answer": answer} for number in range(count_)]
+    rows = [{"question": f"What is {number} + 1?", "answer": answer} for number in range(count)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 
 
 def test_local_files_are_tasks(tmp_path):
     path = write_questions(tmp_path / "sums" / "test.jsonl")
-    task = load_task(path, limit=3)
-    assert (task.name, len(task.prompts), task.solutions) == ("test", 3, ["$7$", "$7$", "$7$"])
-    assert load_task(f"mine={path}").name == "mine"
-    assert load_task(path).digest != task.digest and load_task(path, limit=3).digest == task.digest
-    with pytest.raises(ValueError, match="Several tasks are named test"):
-        load_tasks([path, path])
-    with pytest.raises(ValueError, match="list of tasks is empty"):
-        load_tasks([])
+    [task, named] = load_tasks([path, f"mine={path}"], limit=3)
+    assert task.name == "test"
+    assert len(task.prompts) == 3
+    assert task.solutions == ["$7$", "$7$", "$7$"]
+    assert named.name == "mine"
+    assert named.digest == task.digest
+    assert load_tasks([path])[0].digest != task.digest
 
 
-@pytest.mark.parametrize("spec", ["gsm", "gsm8k/main/test:a:b:c", "=gsm8k", "name=", "name=gsm"])
-def test_unknown_tasks_name_the_known_ones(spec):
-    with pytest.raises(ValueError, match="gsm8k, math500, aime24, amc23, minerva, olympiad"):
-        load_task(spec)
+@pytest.mark.parametrize(
+    ("specs", "named"),
+    [
+        (["gsm"], "'gsm'.*gsm8k, math500, aime24, amc23, minerva, olympiad"),
+        (["gsm8k/main/test:a:b:c"], "gsm8k, math500"),
+        (["=gsm8k"], "'=gsm8k'"),
+        (["name="], "'name='"),
+        (["name=gsm"], "gsm8k, math500"),
+        (["a=owner/set", "a=owner/other"], "named a: .*name=source"),
+        ([], "gsm8k, math500"),
+    ],
+)
+def test_what_is_no_task_is_refused_before_anything_is_loaded(specs, named):
+    with pytest.raises(ValueError, match=named):
+        load_tasks(["other=owner/absent", *specs] if specs else specs)
 
 
 @pytest.mark.parametrize(
@@ -137,64 +130,56 @@ def test_other_names_are_asked_of_the_hub(spec, asked, monkeypatch):
         return [{"problem": "p", "final_answer": ["1", "2"]}]
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    task = load_task(spec)
-    assert task.solutions == ["$1, 2$"] and task.prompts[0][0]["content"].startswith("p\n")
+    [task] = load_tasks([spec])
+    assert task.solutions == ["$1, 2$"]
+    assert task.prompts[0][0]["content"].startswith("p\n")
     assert set(SOURCES) == {"gsm8k", "math500", "aime24", "amc23", "minerva", "olympiad"}
 
 
-def answer(question, correct=True, **changed):
-    return Answer(**{**vars(Answer("sums", question, correct, 10, True, "7")), **changed})
-
-
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "named"),
     [
         (["--scheme", "int4"], "int4"),
-        (["--scheme", "int8,int8"], "--scheme is int8,int8: list each format once"),
-        (["--samples", "4"], "--samples 4 requires a --temperature above 0"),
+        (["--scheme", "int8,int8"], "--scheme is int8,int8"),
+        (["--samples", "4"], "--temperature"),
     ],
 )
-def test_bad_arguments_are_refused_first(options, message, tmp_path, capsys):
+def test_bad_arguments_are_refused_first(options, named, tmp_path, capsys):
     out = tmp_path / "out"
-    assert (
-        cli.main(["eval", "absent", "--tasks", "absent/set", "--output-dir", str(out), *options])
-        == 2
-    )
-    assert message in capsys.readouterr().err and not out.exists()
+    command = ["eval", "absent", "--tasks", "absent/set", "--output-dir", str(out)]
+    assert cli.main([*command, *options]) == 2
+    assert named in capsys.readouterr().err
+    assert not out.exists()
+
+
+def answers(question, correct=(True,), tokens=(10,), finished=(True,)):
+    return Answers("sums", question, ["7"] * len(correct), list(correct), [*tokens], [*finished])
 
 
 def test_formats_by_pattern_have_answers_of_their_own(tmp_path, monkeypatch, capsys):
-    save_tiny(tmp_path / "model")
-    write_questions(tmp_path / "sums.jsonl", 1)
+    model = save_tiny(tmp_path / "model")
+    questions = write_questions(tmp_path / "sums.jsonl", 1)
     asked = []
-    monkeypatch.setattr(
-        worker, "answer_once", lambda job, path: asked.append((job.label, path.name)) or [answer(0)]
-    )
+
+    def answer_once(job, path):
+        asked.append((job.label, path.name))
+        return [answers(0)]
+
+    monkeypatch.setattr(worker, "answer_once", answer_once)
     monkeypatch.setenv("TRL_QURL_CACHE", str(tmp_path))
-    command = [
-        "eval",
-        str(tmp_path / "model"),
-        "--tasks",
-        str(tmp_path / "sums.jsonl"),
-        "--output-dir",
-        str(tmp_path),
-    ]
-    for formats in (
-        "none,int8",
-        '{"re:.*q_proj": "none", "re:.*down_proj": "int8"}',
-        '{"re:.*down_proj": "int8"}',
-    ):
-        assert cli.main([*command, "--scheme", formats]) == 0, capsys.readouterr().err
-    [first, *_] = sorted(path for path in tmp_path.glob("model-int8-*") if path.is_dir())
-    assert (
-        cli.main(["eval", str(first), *command[2:4], "--output-dir", str(tmp_path / "stored")]) == 0
-    )
+
+    def evaluate(model, directory, formats):
+        words = ["--tasks", questions, "--output-dir", str(directory), "--scheme", formats]
+        assert cli.main(["eval", str(model), *words]) == 0, capsys.readouterr().err
+
+    mixed = '{"re:.*q_proj": "none", "re:.*down_proj": "int8"}'
+    for formats in ("none,int8", mixed, '{"re:.*down_proj": "int8"}'):
+        evaluate(model, tmp_path, formats)
+    first = min(path for path in tmp_path.glob("model-int8-*") if path.is_dir())
+    evaluate(first, tmp_path / "stored", "none")
     labels, names = zip(*asked, strict=True)
-    assert labels == ("BF16", "INT8", "INT8", "INT8", "as stored") and names[:2] == (
-        "none.jsonl",
-        "int8.jsonl",
-    )
-    assert len({*names}) == 4 and all(name.startswith("model-int8-") for name in names[2:4])
+    assert labels == ("BF16", "INT8", "INT8", "INT8", "as stored")
+    assert len({*names}) == 5
 
 
 # Figures
@@ -202,24 +187,28 @@ def test_formats_by_pattern_have_answers_of_their_own(tmp_path, monkeypatch, cap
 
 
 def test_figures_are_counts_of_the_answers():
-    pairs = list(product(range(4), range(2)))
-    answers = [
-        answer(q, correct=(q + s) % 3 == 0, tokens=10 * q + s, finished=s > 0) for q, s in pairs
+    right = [
+        answers(0, [True, False], [1, 2], [True, False]),
+        answers(1, [False, False], [3, 4], [False, False]),
+        answers(2, [True, True], [5, 9], [True, True]),
     ]
-    wrong = [answer(q, correct=False) for q in range(4) for _ in range(2)]
-    first, second = summarize({"BF16": answers, "INT8": wrong})
-    # Right: (0,0), (2,1), (3,0): three of eight.
-    assert (first.accuracy.value, first.questions, first.difference) == (3 / 8, 4, None)
-    assert (
-        first.tokens == sum(10 * q + s for q in range(4) for s in range(2)) / 8
-        and first.finished == 0.5
-    )
-    assert second.difference.value == -3 / 8 and second.accuracy.value == 0
-    table = build_table([first, second], "some/model")
-    shown = list(zip(*(list(column.cells) for column in table.columns), strict=True))
-    assert [row[:2] for row in shown] == [("sums (4)", "BF16"), ("", "INT8")]
-    assert [row[2].split()[0] for row in shown] == ["37.5", "0.0"]
-    assert shown[0][3] == "" and shown[1][3].startswith("-37.5 [")
+    wrong = [answers(question, [False], [8]) for question in range(3)]
+    first, second = summarize({"BF16": right, "INT8": wrong})
+    assert first.accuracy.value == 0.5
+    assert first.questions == 3
+    assert first.difference is None
+    assert first.tokens == 4
+    assert first.finished == 0.5
+    assert second.accuracy.value == 0
+    assert second.difference.value == -0.5
+    assert second.tokens == 8
+    columns = [list(column.cells) for column in build_table([first, second], "model").columns]
+    shown, compared = zip(*columns, strict=True)
+    assert shown[:2] == ("sums (3)", "BF16")
+    assert compared[:2] == ("", "INT8")
+    assert shown[2].startswith("50.0 [")
+    assert shown[3:] == ("", "4", "50.0")
+    assert compared[3].startswith("-50.0 [")
 
 
 # The whole thing
@@ -233,76 +222,46 @@ def evaluated(warm_python, tmp_path_factory):
     save_tiny(directory / "model", max_position_embeddings=256)
     write_questions(directory / "sums.jsonl", 6)
     write_questions(directory / "more.jsonl", 4)
-    done = run_eval(
-        warm_python,
-        directory,
-        "whole",
-        "--scheme",
-        "none,int8",
-        "--samples",
-        "4",
-        "--temperature",
-        "1",
-    )
+    environment = child_environment(TRL_QURL_CACHE=str(directory / "cache"), COLUMNS="140")
+    words = [warm_python, "-m", "trl_qurl", *command(directory), "--scheme", "none,int8"]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-4000:]
-    return directory, done
+    return directory, done.stdout
 
 
-def command(python, directory, name, *extra):
-    start = [python, "-m", "trl_qurl", "eval", str(directory / "model"), "--max-tokens", "48"]
-    start += ["--tasks", f"{directory / 'sums.jsonl'},{directory / 'more.jsonl'}"]
+def command(directory):
+    tasks = f"{directory / 'sums.jsonl'},{directory / 'more.jsonl'}"
     # Fewer tokens than the prompts have together, as with many questions: no prompt may be read in
     # parts on a CPU.
     engine = json.dumps({**ENGINE, "max_num_batched_tokens": 128})
-    return [*start, "--engine-kwargs", engine, "--output-dir", str(directory / name), *extra]
-
-
-def environment(directory):
-    return child_environment(TRL_QURL_CACHE=str(directory / "cache"), COLUMNS="140")
-
-
-def run_eval(python, directory, name, *extra):
-    start = command(python, directory, name, *extra)
-    return subprocess.run(
-        start, env=environment(directory), capture_output=True, text=True, timeout=400
-    )
+    words = ["eval", str(directory / "model"), "--tasks", tasks, "--engine-kwargs", engine]
+    words += ["--max-tokens", "48", "--samples", "4", "--temperature", "1"]
+    return [*words, "--output-dir", str(directory / "whole")]
 
 
 @pytest.mark.vllm
 @pytest.mark.xdist_group("evaluation")
 def test_two_formats_side_by_side(evaluated):
-    directory, done = evaluated
-    content = json.loads((directory / "whole" / "results.json").read_text())
-    shown = [
-        (result["task"], result["format"], result["questions"]) for result in content["results"]
-    ]
-    assert shown == [
-        ("sums", "BF16", 6),
-        ("sums", "INT8", 6),
-        ("more", "BF16", 4),
-        ("more", "INT8", 4),
-    ]
-    for result in content["results"]:
-        answers = read_answers(
-            directory / "whole" / f"{'none' if result['format'] == 'BF16' else 'int8'}.jsonl"
-        )
-        answers = [answer for answer in answers if answer["task"] == result["task"]]
-        assert [answer["question"] for answer in answers] == [
-            q for q in range(result["questions"]) for _ in range(4)
-        ]
-        assert result["accuracy"]["value"] == statistics.fmean(
-            answer["correct"] for answer in answers
-        )
-        assert result["tokens"] == statistics.fmean(answer["tokens"] for answer in answers)
+    directory, printed = evaluated
+    results = json.loads((directory / "whole" / "results.json").read_text())["results"]
+    shown = [(result["task"], result["format"], result["questions"]) for result in results]
+    pairs = [("sums", "BF16", 6), ("sums", "INT8", 6), ("more", "BF16", 4), ("more", "INT8", 4)]
+    assert shown == pairs
+    rows = {}
+    for name, start in (("BF16", "none-"), ("INT8", "int8-")):
+        [file] = (directory / "whole").glob(f"{start}*.json")
+        rows[name] = json.loads(file.read_text())
+    for result in results:
+        own = [row for row in rows[result["format"]] if row["task"] == result["task"]]
+        assert [row["question"] for row in own] == list(range(result["questions"]))
+        assert all(len(row["correct"]) == 4 for row in own)
+        correct = statistics.fmean(statistics.fmean(row["correct"]) for row in own)
+        assert result["accuracy"]["value"] == pytest.approx(correct)
         assert (result["difference"] is None) == (result["format"] == "BF16")
-    texts = [answer["text"] for answer in read_answers(directory / "whole" / "none.jsonl")]
-    assert len(set(texts)) > 20, "samples of one question, or the questions' samples, are the same"
-    for word in ("sums (6)", "INT8", "right", "difference"):
-        assert word in done.stdout
-
-
-def read_answers(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    texts = {text for row in rows["BF16"] for text in row["texts"]}
+    assert len(texts) > 20, "samples of one question, or the questions' samples, are the same"
+    assert "sums (6)" in printed
+    assert "INT8" in printed
 
 
 @pytest.mark.vllm
@@ -311,117 +270,114 @@ def test_finished_formats_are_not_repeated(evaluated, monkeypatch, capsys):
     """Formats with answers do not start an engine again."""
     directory, _ = evaluated
     monkeypatch.setenv("TRL_QURL_CACHE", str(directory / "cache"))
-    monkeypatch.setattr(
-        worker, "call_in_child", lambda *args, **kwargs: pytest.fail("a process started")
-    )
-    sampled = ["--samples", "4", "--temperature", "1"]
-    again = command("", directory, "whole", *sampled)[3:]
+    asked = []
+
+    def call_in_child(function, job, *given, **options):
+        asked.append(job.label)
+        raise ChildProcessError("not now")
+
+    monkeypatch.setattr(worker, "call_in_child", call_in_child)
+    again = command(directory)
     assert cli.main([*again, "--scheme", "int8,none"]) == 0
+    assert not asked
     results = json.loads((directory / "whole" / "results.json").read_text())["results"]
     # The first format is now the other one, from which differences are counted.
     assert [result["format"] for result in results[:2]] == ["INT8", "BF16"]
-    assert results[0]["difference"] is None and results[1]["difference"] is not None
-    assert cli.main([*again, "--seed", "1"]) == 2
-    assert "different settings (sampling)" in capsys.readouterr().err
-    assert cli.main([*again, *sampled, "--chat-template-kwargs", '{"enable_thinking": false}']) == 2
-    assert "different settings (chat_template_kwargs)" in capsys.readouterr().err
+    assert results[0]["difference"] is None
+    assert results[1]["difference"] is not None
+    changes = [["--top-p", "0.5"], ["--chat-template-kwargs", '{"enable_thinking": false}']]
+    for changed in changes:
+        assert cli.main([*again, *changed]) == 2
     write_questions(directory / "sums.jsonl", 6, answer="8")
     assert cli.main(again) == 2
-    assert "different settings (tasks)" in capsys.readouterr().err
+    assert asked == ["BF16"] * 3, "other settings or questions are answered anew"
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """Arguments of engines, none of which starts."""
+    arguments = []
+    monkeypatch.setattr("vllm.LLM", lambda **given: arguments.append(given))
+    monkeypatch.setenv("KERNELS_OF", "none")
+    monkeypatch.setattr(
+        hardware, "kernel_environment", lambda *schemes: {"KERNELS_OF": f"{len(schemes)} formats"}
+    )
+    return arguments
+
+
+def job_of(directory, answers=("7",), **settings):
+    rows = [{"question": "What is 1 + 1?", "answer": answer} for answer in answers]
+    path = directory / "sums.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sampling = {"max_tokens": 8, "n": 1}
+    return Job("INT8", str(directory), "int8", load_tasks([str(path)]), sampling, **settings)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="only vLLM's CPU build has so few head sizes")
-def test_heads_without_a_kernel_are_refused(tmp_path):
+def test_heads_without_a_kernel_are_refused(tmp_path, started):
     save_tiny(tmp_path, hidden_size=64, head_dim=16)
-    task = load_task(write_questions(tmp_path / "sums.jsonl", 2))
     with pytest.raises(ValueError, match="heads of this model are 16 wide"):
-        start_engine(Job("BF16", str(tmp_path), [task], {"max_tokens": 8}, 0, {}))
+        encode_and_start(job_of(tmp_path))
+    assert not started
 
 
-def test_an_engine_on_a_gpu_compiles_by_default(tmp_path, monkeypatch, capsys):
+def test_an_engine_on_a_gpu_compiles_by_default(tmp_path, monkeypatch, capsys, started):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    started = []
-    monkeypatch.setattr("vllm.LLM", lambda **arguments: started.append(arguments))
-    save_tiny(tmp_path)
-    task = load_task(write_questions(tmp_path / "q.jsonl", 1))
-    start_engine(Job("BF16", str(tmp_path), [task], {"max_tokens": 8}, 0, {}))
+    encode_and_start(job_of(save_tiny(tmp_path)))
     assert not started[0].keys() & {"enforce_eager", "enable_chunked_prefill"}
-    assert capsys.readouterr().out == "Starting vLLM with BF16, compiling: about a minute, once\n"
+    assert "compiling" in capsys.readouterr().out
 
 
-def test_evaluation_says_how_answers_are_compared(tmp_path, monkeypatch, capsys):
-    (tmp_path / "q.jsonl").write_text(
-        '{"question": "q", "answer": "Paris"}\n{"question": "q", "answer": "4"}\n'
-    )
-    task = load_task(str(tmp_path / "q.jsonl"))
-    [right, wrong] = [
-        SimpleNamespace(token_ids=[1], finish_reason="stop", text=rf"\boxed{{{t}}}")
-        for t in ("paris", "5")
-    ]
-    outputs = [SimpleNamespace(outputs=[completion]) for completion in (right, wrong)]
-    llm = SimpleNamespace(generate=lambda prompts, params: outputs)
-    answers = list(
-        answer_task(llm, task, [[1], [1]], Job("BF16", "", [task], {"max_tokens": 8}, 0, {}))
-    )
-    assert [answer.correct for answer in answers] == [True, False]
-    assert capsys.readouterr().out == "BF16: q, 2 questions, 1 compared as text\n"
-
-
-def test_prompts_are_made_with_the_arguments_for_the_chat_template(tmp_path, monkeypatch):
-    monkeypatch.setattr("vllm.LLM", lambda **arguments: None)
-    template = "{{ messages[0]['content'] }}{% if not enable_thinking %}[no]{% endif %}"
-    save_tiny(tmp_path, template, max_position_embeddings=256)
-    task = load_task(write_questions(tmp_path / "sums.jsonl", 1))
-    job = Job(
-        "BF16", str(tmp_path), [task], {"max_tokens": 8}, 0, {}, ENGINE, {"enable_thinking": False}
-    )
-    [tokens] = start_engine(job)[0]["sums"]
-    assert tiny_tokenizer().decode(tokens).replace(" ", "").endswith("[no]")
-
-
-def test_answers_must_fit_into_the_context():
-    config = tiny_model().config
-    assert needed_context(config, [[1] * 10, [1] * 30], 98) == 128
-    with pytest.raises(ValueError, match="at most --max-tokens 98"):
-        needed_context(config, [[1] * 10, [1] * 30], 99)
-    with pytest.raises(ValueError, match="shorter questions"):
-        needed_context(config, [[1] * 128], 1)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"every": 0}, "every is 0: give a positive number of optimizer steps"),
-        ({"limit": 0}, "limit=0 leaves no questions"),
-        ({"tasks": "gsm9k"}, "Unknown task 'gsm9k'"),
-    ],
-)
-def test_a_callback_with_bad_settings_is_refused(settings, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        TaskEvaluationCallback(**{"tasks": write_questions(tmp_path / "sums.jsonl", 2), **settings})
-
-
-# Memory
-# --------------------------------------------------------------------------------------------------
-
-
-def test_an_engine_on_a_cpu_takes_memory_that_is_free(tmp_path, monkeypatch, capsys):
+def test_an_engine_on_a_cpu_takes_memory_that_is_free(tmp_path, monkeypatch, capsys, started):
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(cpu_memory, "free_memory", lambda: 12 * 10**9)
-    started = []
-    monkeypatch.setattr("vllm.LLM", lambda **arguments: started.append(arguments))
     save_tiny(tmp_path)
-    task = load_task(write_questions(tmp_path / "q.jsonl", 1))
     for own in ({}, {"gpu_memory_utilization": 0.4}, ENGINE | {"enforce_eager": False}):
-        start_engine(Job("BF16", str(tmp_path), [task], {"max_tokens": 8}, 0, {}, own))
-    default, share, chosen = (arguments.get("kv_cache_memory_bytes") for arguments in started)
-    assert default == cpu_memory.MIN_CACHE, "a short answer of a tiny model needs no more"
-    first, _, third = capsys.readouterr().out.splitlines()
-    assert (first, third) == (
-        "Starting vLLM with BF16",
-        "Starting vLLM with BF16, compiling: about a minute, once",
-    )
-    assert share is None and chosen == ENGINE["kv_cache_memory_bytes"], (
-        "what the user has chosen comes first"
-    )
+        encode_and_start(job_of(tmp_path, engine_kwargs=own))
+    # A short answer of a tiny model needs no more; what the user has chosen comes first.
+    expected = [cpu_memory.MIN_CACHE, None, ENGINE["kv_cache_memory_bytes"]]
+    assert [arguments.get("kv_cache_memory_bytes") for arguments in started] == expected
+    is_compiled = ["compiling" in line for line in capsys.readouterr().out.splitlines()]
+    assert is_compiled == [False, False, True]
+    assert started[0]["seed"] == 0
+    assert os.environ["KERNELS_OF"] == "1 formats"
+
+
+def test_prompts_are_made_with_the_arguments_for_the_chat_template(tmp_path, started):
+    template = "{{ messages[0]['content'] }}{% if not enable_thinking %}[no]{% endif %}"
+    save_tiny(tmp_path, template, max_position_embeddings=256)
+    job = job_of(tmp_path, template={"enable_thinking": False})
+    [[tokens]] = encode_and_start(job)[0]
+    assert tiny_tokenizer().decode(tokens).replace(" ", "").endswith("[no]")
+
+
+def test_evaluation_says_how_answers_are_compared(tmp_path, capsys):
+    outputs = []
+    for text in ("paris", "5"):
+        box = f"\\boxed{{{text}}}"
+        completion = SimpleNamespace(token_ids=[1], finish_reason="stop", text=box)
+        outputs.append(SimpleNamespace(outputs=[completion]))
+    llm = SimpleNamespace(generate=lambda prompts, params: outputs)
+    job = job_of(tmp_path, ["Paris", "4"])
+    found = list(answer_task(llm, job.tasks[0], [[1], [1]], job))
+    assert [row.correct for row in found] == [[True], [False]]
+    assert "2 questions, 1 compared as text" in capsys.readouterr().out
+
+
+def test_answers_must_fit_into_the_context(tmp_path):
+    model = str(save_tiny(tmp_path))  # one token per character, and a context of 128
+    assert encode_prompts(model, ["a" * 10, "b" * 30], 98)[1] == 128
+    with pytest.raises(ValueError, match="at most --max-tokens 98"):
+        encode_prompts(model, ["a" * 10, "b" * 30], 99)
+    with pytest.raises(ValueError, match="shorter questions"):
+        encode_prompts(model, ["a" * 128], 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [({"every": 0}, "every is 0"), ({"limit": 0}, "limit=0"), ({"tasks": "gsm9k"}, "'gsm9k'")],
+)
+def test_a_callback_with_bad_settings_is_refused(settings, named, tmp_path):
+    with pytest.raises(ValueError, match=named):
+        TaskEvaluationCallback(**{"tasks": write_questions(tmp_path / "sums.jsonl", 2), **settings})

@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import child_environment
 from documents import ROOT
+from support.deployment import Deployment
 from tiny import ENGINE
 
 from trl_qurl.lab.comparison import candidates
@@ -43,7 +44,7 @@ def lines():
     return {line["name"]: line for line in json.loads(done.stdout)["lines"]}
 
 
-TRIED = [*(f"train-{form}" for form in FORMATS), "server", "graphs", "sleep"]
+TRIED = [*(f"train-{form}" for form in FORMATS), "sleep"]
 
 
 @pytest.mark.parametrize("name", ["packages", "vllm", "torch", "formats", *TRIED])
@@ -69,3 +70,17 @@ def test_every_sync_is_right(name, train, tmp_path):
     [record] = train([tmp_path / "out", "--config", json.dumps(settings)])
     assert record["is_proven"]
     assert record["probe_end"] != record["probe_start"], "the weights did not change"
+
+
+def test_a_server_that_was_killed_gets_its_weights_again(train, warm_python, tmp_path):
+    """On the trainer's GPU, of which it takes a part."""
+    options = ("--scheme", "int8", "--gpu-memory-utilization", "0.3")
+    deployment = Deployment(tmp_path, warm_python, *options)
+    server = deployment.up().process.pid
+    config = deployment.config(use_cpu=False, weight_sync="checkpoint")
+    del config["max_steps"]
+    given = ["--model", deployment.model, "--config", json.dumps(config), "--request-seed", "7"]
+    [record] = train([tmp_path / "out", *given, "--kill-before-generation", server])
+    deployment.close()
+    assert sum(row.get("sync/recoveries", 0) for row in record["history"]) == 1
+    assert record["is_proven"]

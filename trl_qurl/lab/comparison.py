@@ -28,6 +28,17 @@ def option(default: Any, text: str) -> Any:
     return field(default=default, metadata={"help": text})
 
 
+def add_numbers(parser: argparse.ArgumentParser, **options: tuple[float, str]) -> None:
+    """Add options for numbers, given by their defaults and help texts."""
+    for name, (default, text) in options.items():
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=type(default),
+            default=default,
+            help=f"{text} (default: %(default)s)",
+        )
+
+
 def add_options(parser: argparse.ArgumentParser, output: Path) -> None:
     """Add the options for formats, engines and the output file."""
     add_schemes(parser, " (default: all that this machine and the model support)")

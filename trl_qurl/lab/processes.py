@@ -8,6 +8,7 @@ execs a command that will die with its parent.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import pickle
 import re
@@ -15,16 +16,22 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import TypeVar
 
 from trl_qurl.cli.noise import quiet, shows_everything
 from trl_qurl.signals import exits_on_signals
 
 PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl
+LOG_LINES = 25  # last lines to keep of a failed command's output
+
+Argument = TypeVar("Argument")
+Answer = TypeVar("Answer")
 
 ENGINE_ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -36,14 +43,17 @@ ENGINE_ENVIRONMENT = {
 
 
 class ChildFailure(ChildProcessError):
-    """A failed command.
+    """A command that failed, or took too long.
 
-    `status` is its exit status, or the negative number of the signal that killed it.
+    `status` is its exit status, or the negative number of the signal that killed it; `fault` says
+    how it ended, and `output` has its last lines.
     """
 
-    def __init__(self, message: str, status: int) -> None:
+    def __init__(self, message: str, status: int, fault: str, output: str) -> None:
         super().__init__(message)
         self.status = status
+        self.fault = fault
+        self.output = output
 
 
 def die_with_parent() -> None:
@@ -66,32 +76,37 @@ def main(command: list[str]) -> int:
 
 def run_child(
     command: Sequence[str | PathLike[str]],
-    log: Path,
+    log: Path | None,
     meanwhile: Callable[[str], None] = lambda last_line: None,
     every: float = 60.0,
     environment: Mapping[str, str] = os.environ,
 ) -> None:
-    """Run a command to completion in a separate process group, with its output in `log`.
+    """Run a command to completion in a separate process group.
 
-    `meanwhile` is called with the last output line, every so many seconds and at the end. If the
-    command fails, raises `ChildFailure` with its last output lines.
+    Its output goes to `log`, or, with `None`, where this process's goes. `meanwhile` is called with
+    the last line of the log, every so many seconds and at the end. If the command fails, raises
+    `ChildFailure` with its last output lines.
     """
     words = [os.fspath(word) for word in command]
-    log.parent.mkdir(parents=True, exist_ok=True)
     # The wrapper makes the command die with this process: a restarted notebook kernel must not
     # leave an engine behind that occupies GPU memory.
     wrapped = [sys.executable, "-m", __name__, *words]
-    variables = {**environment, "PYTHONUNBUFFERED": "1", "COLUMNS": "110"}
-    with exits_on_signals():
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                wrapped,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=variables,
-                start_new_session=True,
-            )
+    variables = {**environment, "PYTHONUNBUFFERED": "1"}
+    with ExitStack() as stack:
+        stack.enter_context(exits_on_signals())
+        output = None
+        if log is not None:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            output = stack.enter_context(log.open("wb"))
+            variables["COLUMNS"] = "110"
+        process = subprocess.Popen(
+            wrapped,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=variables,
+            start_new_session=True,
+        )
         try:
             while True:
                 with suppress(subprocess.TimeoutExpired):
@@ -106,67 +121,75 @@ def run_child(
             with suppress(ProcessLookupError):  # all processes of the group have ended
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    if process.returncode:
-        raise ChildFailure(
-            f"{' '.join(words)} failed with exit status {process.returncode}. Its output is in "
-            f"{log}; the last lines:\n{last_lines(log, 25)}",
-            process.returncode,
-        )
+    status = process.returncode
+    if status:
+        fault = f"exited with status {status}"
+        if status < 0:
+            fault = f"was killed by {signal.Signals(-status).name}"
+        tail = last_lines(log, LOG_LINES)
+        message = f"{' '.join(words)} {fault}. Its output is in {log}; the last lines:\n{tail}"
+        raise ChildFailure(message, status, fault, tail)
     meanwhile(last_lines(log, 1))
 
 
 def call_in_child(
-    function: Callable[[Any], Any], argument: Any, failure: str, shows_output: bool = False
-) -> Any:
+    function: Callable[[Argument], Answer],
+    argument: Argument,
+    failure: str = "",
+    shows_output: bool = False,
+    seconds: float = math.inf,
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> Answer:
     """Call a function of a module in a new process that may start an engine, and return its result.
 
-    An engine's memory is freed only when its process ends. If the process fails, raises
-    `ChildProcessError` with the message `failure`, and prints its last output lines to standard
-    error, unless it `shows_output` as it runs.
+    An engine's memory is freed only when its process ends. If the process fails, or takes more than
+    these seconds, raises `ChildFailure`; with a message `failure`, the last output lines go to
+    standard error first, unless the process `shows_output` as it runs. `environment` is in addition
+    to this process's.
     """
+    deadline = time.monotonic() + seconds
     with tempfile.TemporaryDirectory() as directory:
-        command, result = call_command(function, argument, Path(directory))
-        log = result.with_name("log")
-        environment = ENGINE_ENVIRONMENT | os.environ
+        call = Path(directory, "call")
+        result = Path(directory, "result")
+        log = None if shows_output else Path(directory, "log")
+        call.write_bytes(pickle.dumps((function, argument)))
+
+        def watch(last_line: str) -> None:
+            if time.monotonic() > deadline:
+                fault = f"did not finish within {seconds:.0f} s"
+                raise ChildFailure(failure, 0, fault, last_lines(log, LOG_LINES))
+
+        code = f"from {__name__} import answer_call; answer_call()"
+        command: list[str | Path] = [sys.executable, "-c", code, call, result]
+        variables = {**ENGINE_ENVIRONMENT, **os.environ, **environment}
         try:
-            if shows_output:
-                subprocess.run(command, env=environment, check=True)
-            else:
-                run_child(command, log, environment=environment)
-        except (ChildProcessError, subprocess.CalledProcessError) as error:
-            if log.exists():
-                print(last_lines(log, 25), file=sys.stderr)
-            raise ChildProcessError(failure) from error
+            run_child(command, log, watch, 0.3, variables)
+        except ChildFailure as error:
+            if not result.exists():  # else an engine failed when it was stopped
+                if failure:
+                    print(error.output, file=sys.stderr)
+                raise ChildFailure(failure, error.status, error.fault, error.output) from error
         return pickle.loads(result.read_bytes())
 
 
-def call_command(
-    function: Callable[[Any], Any], argument: Any, directory: Path
-) -> tuple[list[str], Path]:
-    """Return the command that calls a function of a module, and the file for its pickled result."""
-    call = directory / "call"
-    result = directory / "result"
-    call.write_bytes(pickle.dumps((function, argument)))
-    code = f"from {__name__} import answer_call; answer_call()"
-    return [sys.executable, "-c", code, str(call), str(result)], result
-
-
 def answer_call() -> None:
-    """Make the call that `call_command` wrote to one file, and write its result to another."""
-    die_with_parent()
+    """Make the call that `call_in_child` wrote to one file, and write its result to another."""
     quiet()
-    call, result = sys.argv[1:]
-    function, argument = pickle.loads(Path(call).read_bytes())
+    call, result = map(Path, sys.argv[1:])
+    function, argument = pickle.loads(call.read_bytes())
     try:
-        Path(result).write_bytes(pickle.dumps(function(argument)))
+        answer = function(argument)
     except (ValueError, OSError) as error:  # errors that a user can fix, as in `trl_qurl.cli.main`
         if shows_everything():
             raise
         sys.exit(f"trl-qurl: error: {' '.join(str(error).split())}")
+    result.write_bytes(pickle.dumps(answer))
 
 
-def last_lines(log: Path, count: int) -> str:
-    """Return the last nonempty lines of a file, as they would appear in a terminal."""
+def last_lines(log: Path | None, count: int) -> str:
+    """Return the last nonempty lines of a file, if there is one, as a terminal would show them."""
+    if log is None:
+        return ""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - 20_000))
         text = file.read().decode("utf-8", errors="replace")

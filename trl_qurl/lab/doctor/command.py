@@ -3,16 +3,52 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
+import tempfile
+import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from importlib import import_module
 from typing import NamedTuple
 
 from trl_qurl.lab.comparison import read_schemes, split_schemes
-from trl_qurl.lab.doctor.child import check_in_child
 from trl_qurl.lab.doctor.environment import INSPECTIONS
-from trl_qurl.lab.doctor.report import Evidence, Line, Status, as_json, as_text
+from trl_qurl.lab.doctor.report import Line, Status, as_json, as_text
+from trl_qurl.lab.processes import ChildFailure, call_in_child
+
+IMPORT_SECONDS = 120.0  # time limit for importing torch
+TRIAL_SECONDS = 600.0  # per trial; most of it is for compiling on a slow machine
+LONGEST = 400  # characters of an error
+
+ADVICE = {
+    r"undefined symbol|libcudart|libtorch\S* cannot open|libc10": (
+        "The installed vLLM and torch builds do not match: install both together "
+        "(docs/installation.md)."
+    ),
+    r"out of memory|No available memory for the cache|Free memory on device": (
+        "Another process may be using the memory (check nvidia-smi or free): stop it and try again."
+    ),
+    r"No space left on device|SIGBUS|Bus error": (
+        "Free up space in /dev/shm and in the temporary directory; start containers with "
+        "--shm-size=8g."
+    ),
+    r"[Ff]ailed to find a kernel": (
+        "vLLM has no kernel for this format here, or VLLM_DISABLED_KERNELS disables it: see the "
+        "lines `formats` and `variables`."
+    ),
+    "cannot reload its kernel": (
+        "Use another rollout_quantization; `trl-qurl doctor --scheme FORMAT` tries one."
+    ),
+    "": (
+        "See docs/troubleshooting.md. If that does not help, open an issue with the output of "
+        "`trl-qurl doctor --json`."
+    ),
+}
+"""Advice by pattern of an error, of which the first that matches counts.
+
+Other libraries name the problem, but not the fix.
+"""
 
 
 class Trial(NamedTuple):
@@ -20,19 +56,9 @@ class Trial(NamedTuple):
 
     name: str
     module: str
-    least_gpus: int
-
-
-TRIALS = (
-    Trial("server", "server", 0),
-    Trial("graphs", "fresh", 1),
-    Trial("sleep", "fresh", 1),
-    Trial("nccl", "server", 2),
-)
-"""Trials in the first format. Training is tried in each format."""
-
-IMPORT_SECONDS = 120.0  # time limit for importing torch
-TRIAL_SECONDS = 600.0  # per trial; most of it is for compiling on a slow machine
+    form: str  # format of its rollouts
+    least_gpus: int = 0
+    needs: str = ""  # another trial, which must not have failed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,8 +90,6 @@ def run(args: argparse.Namespace) -> int:
     lines: list[Line] = []
     for line in examine(args.scheme, args.quick):
         if not args.json:
-            if not lines or line.evidence is not lines[-1].evidence:
-                print(f"{line.evidence}:")
             print(as_text(line), flush=True)
         lines.append(line)
     failures = [line.name for line in lines if line.status is Status.FAILED]
@@ -80,53 +104,74 @@ def run(args: argparse.Namespace) -> int:
 
 def examine(formats: Sequence[str], quick: bool) -> Iterator[Line]:
     """Yield the result of each check; standard error announces those that take long."""
-    failed: set[str] = set()  # names of lines
+    failed: list[str] = []  # required lines
     for check in INSPECTIONS:
-        name = check.__name__.removeprefix("check_")
         try:
             line = check()
         except Exception as error:  # the other lines are still useful
+            name = check.__name__.removeprefix("check_")
             text = f"could not be determined ({type(error).__name__}: {error})."
             line = Line(name, text, Status.NOTE)
-        failed |= _failed([line])
+        if line.name == "vllm" and line.status is Status.FAILED:
+            failed.append(line.name)
         yield line
     devices = check_in_child("torch", "device", IMPORT_SECONDS)
-    failed |= _failed(devices)
+    if devices[0].status is Status.FAILED:
+        failed.append("torch")
     yield from devices
     gpus = devices[0].data.get("gpus", 0)
-    forms = formats or devices[-1].data.get("formats", ["int8"])[:1]
-    trainings = {}
-    for form in forms:
-        name = "mixed" if form.startswith("{") else form
-        trainings[form] = Trial(f"train-{name}", "trial", 0)
-    trials = [*trainings.items(), *((forms[0], trial) for trial in TRIALS)]
-    for form, trial in trials:
-        required = ("vllm", "torch", trainings[form].name)
-        reason = _reason_to_skip(trial, [name for name in required if name in failed], quick, gpus)
+    for trial in list_trials(formats or devices[-1].data.get("formats", ["int8"])[:1]):
+        reason = ""
+        obstacles = [name for name in failed if name in ("vllm", "torch", trial.needs)]
+        if obstacles:
+            reason = f"depends on the line {obstacles[0]}, which failed"
+        elif quick:
+            reason = "--quick starts no engine"
+        elif gpus < trial.least_gpus:
+            reason = f"needs {trial.least_gpus} GPU{'s' if trial.least_gpus > 1 else ''}"
         if reason:
-            lines = [Line(trial.name, reason, Status.SKIPPED, evidence=Evidence.NONE)]
-        else:
-            print(
-                f"{trial.name}: starting an engine in {form}; this may take minutes.",
-                file=sys.stderr,
-            )
-            lines = check_in_child(trial.name, trial.module, TRIAL_SECONDS, form, trial.name)
-            lines = [replace(line, evidence=Evidence.TRIED) for line in lines]
-        failed |= _failed(lines)
+            yield Line(trial.name, reason, Status.SKIPPED)
+            continue
+        print(f"{trial.name}: this may take minutes.", file=sys.stderr)
+        lines = check_in_child(trial.name, trial.module, TRIAL_SECONDS, trial.form, trial.name)
+        if lines[0].status is Status.FAILED:
+            failed.append(trial.name)
         yield from lines
 
 
-def _failed(lines: Sequence[Line]) -> set[str]:
-    return {line.name for line in lines if line.status is Status.FAILED}
+def list_trials(formats: Sequence[str]) -> list[Trial]:
+    """Return a trial for each format, and those in the first one alone."""
+    trials = []
+    for form in formats:
+        name = "mixed" if form.startswith("{") else form
+        trials.append(Trial(f"train-{name}", "trial", form))
+    first = trials[0]
+    sleep = Trial("sleep", "trial", first.form, 1, needs=first.name)
+    server = Trial("server", "server", first.form, 2, needs=first.name)
+    return [*trials, sleep, server]
 
 
-def _reason_to_skip(trial: Trial, failed: Sequence[str], quick: bool, gpus: int) -> str:
-    """Say why a trial is left out; empty if it is not. `failed` are lines that it depends on."""
-    if failed:
-        return f"depends on the line {failed[0]}, which failed"
-    if quick:
-        return "--quick starts no engine"
-    if gpus < trial.least_gpus:
-        needed = "a GPU" if trial.least_gpus == 1 else f"{trial.least_gpus} GPUs"
-        return f"needs {needed}; the tests simulate it"
-    return ""
+def check_in_child(name: str, module: str, seconds: float, *arguments: str) -> list[Line]:
+    """Return the lines of a module's `check(*arguments)`.
+
+    If its process fails, the only line is named `name` and says how.
+    """
+    with tempfile.TemporaryDirectory(prefix="trl-qurl-doctor-") as directory:
+        # Temporary files go here, so they are deleted even if the process was killed.
+        environment = {"HF_HUB_OFFLINE": "1", "TMPDIR": directory}
+        try:
+            return call_in_child(
+                answer, (module, *arguments), seconds=seconds, environment=environment
+            )
+        except ChildFailure as failure:
+            told = f"{failure.fault}\n{failure.output}"
+    advice = next(advice for pattern, advice in ADVICE.items() if re.search(pattern, told))
+    fault, *log = told.split("\n")
+    text = textwrap.shorten(f"{fault}; last output: {log[-1] or 'none'}", LONGEST)
+    return [Line(name, text, Status.FAILED, advice, {"log": log})]
+
+
+def answer(call: tuple[str, ...]) -> list[Line]:
+    """Call `check` of a module of this package, which may import torch."""
+    module, *arguments = call
+    return import_module(f"trl_qurl.lab.doctor.{module}").check(*arguments)

@@ -155,10 +155,11 @@ def check_vllm() -> Line:
 
 def check_memory() -> Line:
     """Report the free memory of the machine or the container."""
-    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-    size = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
-    total = size["MemTotal"]
-    free = size["MemAvailable"]
+    import psutil
+
+    memory = psutil.virtual_memory()
+    total = memory.total
+    free = memory.available
     cgroup = Path("/sys/fs/cgroup")
     with suppress(OSError, ValueError):  # without a limit, there is no file, or it says "max"
         limit = int((cgroup / "memory.max").read_text())

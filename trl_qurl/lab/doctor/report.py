@@ -36,15 +36,6 @@ class Status(StrEnum):
     SKIPPED = "skipped"
 
 
-class Evidence(StrEnum):
-    """What a line rests on."""
-
-    READ = "Read from this machine and the installed packages"
-    SIMULATED = "Simulated: vLLM's decisions were executed without a GPU (docs/choosing.md)"
-    TRIED = "Tried here"
-    NONE = "Not tried here"
-
-
 @dataclass(frozen=True)
 class Line:
     """Result of one check."""
@@ -54,7 +45,6 @@ class Line:
     status: Status = Status.OK
     advice: str = ""  # how to fix or improve it
     data: dict[str, Any] = field(default_factory=dict)  # more values for --json
-    evidence: Evidence = Evidence.READ
 
 
 def as_text(line: Line) -> str:

@@ -1,6 +1,7 @@
 """A real trial: a tiny random policy, trained for two steps on rollouts in one format.
 
-It needs no download.
+Then its engine, which loaded new weights before each rollout, is compared with one that started
+from them. It needs no download.
 """
 
 from __future__ import annotations
@@ -8,65 +9,100 @@ from __future__ import annotations
 import math
 import os
 import tempfile
-import time
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from trl_qurl.lab.doctor.report import Line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
+    from vllm import LLM
 
     from trl_qurl import QuRLGRPOTrainer
 
 STEPS = 2  # the second rollout uses weights that the first step changed
+PROMPTS = [[token] * 8 for token in range(1, 9)]
+LIKELIEST = 20  # tokens to compare per position: vLLM's default `max_logprobs`
+LIMIT = 0.05  # nats. Rounding explains a hundredth; a graph that reads old memory, whole nats
+
+Continuation = list[dict[int, float]]
+"""Log-probabilities of the likeliest tokens at each position, in nats."""
 
 
 def check(form: str, name: str) -> list[Line]:
-    """Start an engine and train."""
-    started = time.perf_counter()
-    trainer = build_trainer(form)
-    start_seconds = time.perf_counter() - started
-    [kernels] = trainer.vllm_generation.llm.apply_model(_kernel_names)
-    return [describe(name, start_seconds, kernels, train(trainer))]
+    """Train, load the last weights, and compare answers.
+
+    For the trial `"sleep"`, the engine sleeps between rollouts.
+    """
+    sleeps = name == "sleep"
+    trainer = build_trainer(form, vllm_enable_sleep_mode=sleeps)
+    llm = trainer.vllm_generation.llm
+    [kernels] = llm.apply_model(_kernel_names)
+    kl = train(trainer)
+    trainer.vllm_generation.sync_weights()
+    if sleeps:
+        llm.wake_up(tags=["kv_cache"])  # as TRL does before it generates
+    new = build_trainer(form, trainer.model).vllm_generation.llm
+    distance = largest_difference(continue_greedily(llm), continue_greedily(new))
+    mode = llm.llm_engine.vllm_config.compilation_config.cudagraph_mode.name
+    layers = ", ".join(kernels) or "unquantized layers"
+    text = (
+        f"trained {STEPS} steps with {layers}, KL of actor and policy up to {kl:.1e} nats. Then a "
+        f"new engine differs by {distance:.1e} nats in a log-probability (CUDA graphs: {mode})"
+    )
+    if not distance <= LIMIT:
+        raise RuntimeError(f"{text}: the one that was trained with reads other weights")
+    data = {"kl": kl, "kernels": kernels, "distance": distance, "cuda_graphs": mode}
+    return [Line(name, text, data=data)]
 
 
-def train(trainer: QuRLGRPOTrainer) -> list[dict[str, float]]:
-    """Train, and return the rows of the log.
+def train(trainer: QuRLGRPOTrainer) -> float:
+    """Train, and return the largest KL of actor and policy, in nats per token.
 
     The trainer verifies each sync with digests and the tokens of the next rollout, and raises.
     """
     trainer.train()
-    rows = [row for row in trainer.state.log_history if "time/sync_s" in row]
-    are_sound = [math.isfinite(row["loss"]) and row["time/sync_check_s"] > 0 for row in rows]
-    if len(rows) < STEPS or not all(are_sound):
-        raise RuntimeError(f"A step has no finite loss, or no digests of its sync: {rows}")
-    return rows
+    rows = [row for row in trainer.state.log_history if "mismatch/kl_k3" in row]
+    if not all(math.isfinite(row["loss"]) for row in rows):
+        raise RuntimeError(f"A step has no finite loss: {rows}")
+    return max(row["mismatch/kl_k3"] for row in rows)
 
 
-def describe(
-    name: str, start_seconds: float, kernels: list[str], rows: list[dict[str, float]]
-) -> Line:
-    """Report the engine, and the worst mismatch of all steps."""
-    kls = [row["mismatch/kl_k3"] for row in rows]
-    start = f"engine started in {start_seconds:.0f} s"
-    if kernels:
-        start += f" with {kernels[0]}"
-    text = (
-        f"{start}; {len(rows)} steps with matching digests, KL of actor and policy up to "
-        f"{max(kls):.1e} nats"
-    )
-    return Line(name, text, data={"kl": kls, "kernels": kernels})
+def continue_greedily(llm: LLM) -> list[Continuation]:
+    """Continue each of `PROMPTS` with its eight likeliest tokens, past end tokens."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(max_tokens=8, temperature=0.0, logprobs=LIKELIEST, ignore_eos=True)
+    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    continuations = []
+    for output in llm.generate(prompts, params, use_tqdm=False):
+        continuation = []
+        for likeliest in output.outputs[0].logprobs:
+            continuation.append({token: entry.logprob for token, entry in likeliest.items()})
+        continuations.append(continuation)
+    return continuations
 
 
-def even_tokens(completion_ids: list[list[int]], **kwargs: object) -> list[float]:
-    """Reward function that differs between completions: the share of even token ids."""
-    rewards = []
-    for tokens in completion_ids:
-        even = [token for token in tokens if token % 2 == 0]
-        rewards.append(len(even) / max(1, len(tokens)))
-    return rewards
+def largest_difference(first: list[Continuation], second: list[Continuation]) -> float:
+    """Return the largest difference in a likely token's log-probability, in nats.
+
+    Positions count while the continuations agree.
+    """
+    differences = [0.0]
+    for one, other in zip(first, second, strict=True):
+        for ours, theirs in zip(one, other, strict=True):
+            common = ours.keys() & theirs.keys()
+            differences += [abs(ours[token] - theirs[token]) for token in common]
+            if max(ours, key=ours.__getitem__) != max(theirs, key=theirs.__getitem__):
+                break
+    return float(np.max(differences))  # unlike Python's, NaN if one is
+
+
+def sum_of_tokens(completion_ids: list[list[int]], **kwargs: object) -> list[float]:
+    """Reward function that differs between completions."""
+    return [float(sum(tokens)) for tokens in completion_ids]
 
 
 def build_policy(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
@@ -109,6 +145,7 @@ def build_trainer(
     config = QuRLGRPOConfig(
         output_dir=tempfile.mkdtemp(),  # in the child's temporary directory, which is deleted
         rollout_quantization=read_formats(form),
+        smooth_activations=False,  # a new engine would be smoothed for other weights
         sync_check_interval=1,
         learning_rate=1e-3,
         per_device_train_batch_size=8,
@@ -124,7 +161,7 @@ def build_trainer(
     )
     return QuRLGRPOTrainer(
         model=policy or build_policy(tokenizer),
-        reward_funcs=even_tokens,
+        reward_funcs=sum_of_tokens,
         args=config,
         train_dataset=Dataset.from_dict({"prompt": prompts}),
         processing_class=tokenizer,

@@ -1,19 +1,27 @@
 """`trl-qurl eval`: answer benchmarks in several number formats, and compare them by question.
 
-Each format has a process of its own. All files are in one directory: `eval.json` has the settings,
-`<format>.jsonl` the graded answers, and `results.json` the results. Running again with the same
-settings answers only in the formats that are not finished.
+Each format has a process of its own. All files are in one directory: `<format>-<digest>.json` has
+the graded answers, where the digest is of the settings, and `results.json` the results. Running
+again with the same settings answers only in the formats that are not finished.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trl_qurl.cli.options import add_ignore, check_model
-from trl_qurl.lab.comparison import BASELINE, add_kwargs, add_schemes, read_schemes, write_json
+from trl_qurl.lab.comparison import (
+    BASELINE,
+    add_kwargs,
+    add_numbers,
+    add_schemes,
+    read_schemes,
+    write_json,
+)
 
 if TYPE_CHECKING:
     from trl_qurl.lab.evaluation.tasks import Task
@@ -35,25 +43,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "owner/set[:config:split]; name=source",
     )
     add_schemes(parser, " (default: none)", default=BASELINE)
-    parser.add_argument(
-        "--samples", type=int, default=1, metavar="K", help="answers per question (default: 1)"
-    )
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        default=0.0,
-        help="0 for greedy answers (default); the paper samples at 1 or 0.6",
-    )
-    parser.add_argument(
-        "--top-p", type=float, default=0.7, help="top-p for sampling (default: the paper's 0.7)"
-    )
-    parser.add_argument(
-        "--max-tokens", type=int, default=2048, help="longest completion (default: %(default)s)"
+    add_numbers(
+        parser,
+        samples=(1, "answers per question"),
+        temperature=(0.0, "0 for greedy answers; the paper samples at 1 or 0.6"),
+        top_p=(0.7, "top-p for sampling, by default the paper's"),
+        max_tokens=(2048, "longest completion"),
     )
     parser.add_argument(
         "--limit", type=int, metavar="N", help="use only the first N questions of each task"
     )
-    parser.add_argument("--seed", type=int, default=0, help="for sampling (default: %(default)s)")
     parser.add_argument(
         "--output-dir", type=Path, help="where to save answers and results (default: eval-MODEL)"
     )
@@ -68,43 +67,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Evaluate the model in each format, print and save the results, and return exit status 0."""
-    from trl_qurl.lab.evaluation.tasks import load_tasks, parse_task
-
-    specs = args.tasks.split(",")
-    for spec in specs:
-        parse_task(spec)  # reports errors before seconds of imports
+    formats = check_arguments(args)
 
     from rich.console import Console
 
     from trl_qurl.lab.evaluation.results import build_table, summarize
+    from trl_qurl.lab.evaluation.tasks import load_tasks
     from trl_qurl.lab.evaluation.worker import answer_once
     from trl_qurl.rollout.engine.launch import content_digest, resolve_model
 
-    formats = check_arguments(args)
-    tasks = load_tasks(specs, args.limit)
+    tasks = load_tasks(args.tasks.split(","), args.limit)
     directory = resolve_model(args.model)
-    sampling = {
-        "n": args.samples,
-        "temperature": args.temperature,
-        "top_p": args.top_p,
-        "max_tokens": args.max_tokens,
-    }
+    sampling = {name: getattr(args, name) for name in ("temperature", "top_p", "max_tokens")}
     settings = {
         "model": args.model,
         "model_digest": content_digest(Path(directory)),
         "tasks": {task.name: task.digest for task in tasks},
-        "sampling": {**sampling, "seed": args.seed},
+        "sampling": {"n": args.samples, **sampling},
         "ignore": sorted(args.ignore),
         "chat_template_kwargs": args.chat_template_kwargs,
     }
     output_dir = args.output_dir or Path(f"eval-{Path(args.model).name}")
-    keep_settings(settings, output_dir)
+    output_dir.mkdir(parents=True, exist_ok=True)
     answers = {}
     for name, form in formats.items():
-        job = make_job(args, name, form, directory, tasks, sampling)
-        # The name of a checkpoint has a digest of its formats by pattern.
-        stem = name if isinstance(form, str | None) else Path(job.model).name
-        answers[job.label] = answer_once(job, output_dir / f"{stem}.jsonl")
+        job = make_job(args, name, form, directory, tasks, settings["sampling"])
+        content = json.dumps([settings, form]).encode()
+        digest = hashlib.blake2b(content, digest_size=4).hexdigest()
+        answers[job.label] = answer_once(job, output_dir / f"{name}-{digest}.json")
     results = summarize(answers)
     write_json({**settings, "results": results}, output_dir / "results.json")
     Console().print(build_table(results, args.model))
@@ -115,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
 def make_job(
     args: argparse.Namespace,
     name: str,
-    form: Formats | None,
+    form: Formats,
     directory: str,
     tasks: list[Task],
     sampling: dict[str, Any],
@@ -123,8 +113,6 @@ def make_job(
     """Return the evaluation of a model's directory in one format, which is quantized first."""
     from trl_qurl.lab.device import full_precision
     from trl_qurl.lab.evaluation.worker import Job
-    from trl_qurl.quantization.plan import schemes_of
-    from trl_qurl.rollout.engine.hardware import kernel_environment
     from trl_qurl.rollout.engine.launch import starting_checkpoint
 
     label, dtype = full_precision()
@@ -133,25 +121,16 @@ def make_job(
     if form is not None:
         label = name.upper()
         checkpoint = str(starting_checkpoint(directory, form, args.ignore, arguments))
-    else:
-        config = Path(directory, "config.json").read_text(encoding="utf-8")
-        if "quantization_config" in json.loads(config):
-            label = "as stored"
-    return Job(
-        label,
-        checkpoint,
-        tasks,
-        sampling,
-        args.seed,
-        kernel_environment(*schemes_of(form)),
-        engine_kwargs=arguments,
-        template=args.chat_template_kwargs,
-    )
+    elif '"quantization_config"' in Path(directory, "config.json").read_text(encoding="utf-8"):
+        label = "as stored"
+    return Job(label, checkpoint, form, tasks, sampling, arguments, args.chat_template_kwargs)
 
 
 def check_arguments(args: argparse.Namespace) -> dict[str, Formats]:
     """Check what can be checked at once, and return the formats by short name."""
     from trl_qurl.lab.packages import require
+    from trl_qurl.quantization.plan import schemes_of
+    from trl_qurl.rollout.engine.hardware import kernel_environment
     from trl_qurl.rollout.engine.launch import require_vllm
 
     formats = read_schemes(args.scheme)
@@ -162,21 +141,7 @@ def check_arguments(args: argparse.Namespace) -> dict[str, Formats]:
         )
     require_vllm()
     require("Evaluating", "math_verify", "rich", extra="eval")
+    for form in formats.values():
+        kernel_environment(*schemes_of(form))  # raises if this machine has no kernel
     check_model(args.model)
     return formats
-
-
-def keep_settings(settings: dict[str, Any], output_dir: Path) -> None:
-    """Save the settings; raise `ValueError` if the directory has answers from different ones."""
-    path = output_dir / "eval.json"
-    if any(output_dir.glob("*.jsonl")) and path.exists():
-        previous = json.loads(path.read_text(encoding="utf-8"))
-        changed = [name for name, value in settings.items() if previous.get(name) != value]
-        if changed:
-            raise ValueError(
-                f"{output_dir} contains answers from an evaluation with different settings "
-                f"({', '.join(changed)}): use another --output-dir, or delete the directory to "
-                "start over."
-            )
-    output_dir.mkdir(parents=True, exist_ok=True)
-    write_json(settings, path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from statistics import fmean
 from typing import TYPE_CHECKING
 
@@ -15,15 +16,15 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """A graded answer: one line of an answer file."""
+class Answers:
+    """The graded answers to a question: one object of an answer file."""
 
     task: str
     question: int  # index, from 0
-    correct: bool
-    tokens: int
-    finished: bool  # ended with a stop token, not at the token limit
-    text: str
+    texts: list[str]
+    correct: list[bool]
+    tokens: list[int]
+    finished: list[bool]  # ended with a stop token, not at the token limit
 
 
 @dataclass(frozen=True)
@@ -39,30 +40,30 @@ class Result:
     finished: float  # share of answers that ended before the token limit
 
 
-def summarize(answers: Mapping[str, Sequence[Answer]]) -> list[Result]:
+def summarize(answers: Mapping[str, Sequence[Answers]]) -> list[Result]:
     """Compute the results of every task from the answers of each format.
 
     Differences are from the first format.
     """
-    baseline = next(iter(answers.values()))
     results = []
-    for task in dict.fromkeys(answer.task for answer in baseline):
-        expected = _correct_by_question(baseline, task)
+    first = next(iter(answers.values()))
+    for task in dict.fromkeys(row.task for row in first):
+        expected = [row.correct for row in first if row.task == task]
         for label, graded in answers.items():
-            correct = _correct_by_question(graded, task)
+            rows = [row for row in graded if row.task == task]
+            correct = [row.correct for row in rows]
             difference = None
-            if graded is not baseline:
+            if graded is not first:
                 difference = paired_difference(correct, expected)
-            own = [answer for answer in graded if answer.task == task]
             results.append(
                 Result(
                     task,
                     label,
-                    questions=len(correct),
+                    questions=len(rows),
                     accuracy=average_at_k(correct),
                     difference=difference,
-                    tokens=fmean(answer.tokens for answer in own),
-                    finished=fmean(answer.finished for answer in own),
+                    tokens=fmean(chain.from_iterable(row.tokens for row in rows)),
+                    finished=fmean(chain.from_iterable(row.finished for row in rows)),
                 )
             )
     return results
@@ -70,37 +71,24 @@ def summarize(answers: Mapping[str, Sequence[Answer]]) -> list[Result]:
 
 def build_table(results: Sequence[Result], model: str) -> Table:
     """Build a table in percent, with 95 % intervals in brackets, within 100 columns."""
-    has_differences = any(result.difference for result in results)
-    caption = "%, with 95 % intervals"
-    figures = ["right", "tokens", "cut off"]
-    if has_differences:
-        caption += "; difference from the first format"
-        figures.insert(1, "difference")
+    caption = "%, with 95 % intervals; difference from the first format"
+    figures = ("right", "difference", "tokens", "cut off")
     table = new_table(model, caption, ("task", "format"), figures)
     for result in results:
-        is_first = result.format == results[0].format
-        cells = [
-            f"{result.task} ({result.questions})" if is_first else "",
+        title = f"{result.task} ({result.questions})"
+        difference = ""
+        if result.difference is not None:  # not the first format
+            title = ""
+            difference = _with_interval(result.difference, "+.1f")
+        table.add_row(
+            title,
             result.format,
             _with_interval(result.accuracy, ".1f"),
+            difference,
             f"{result.tokens:.0f}",
             f"{100 * (1 - result.finished):.1f}",
-        ]
-        if result.difference is not None:
-            cells.insert(3, _with_interval(result.difference, "+.1f"))
-        elif has_differences:
-            cells.insert(3, "")
-        table.add_row(*cells)
+        )
     return table
-
-
-def _correct_by_question(answers: Sequence[Answer], task: str) -> list[list[bool]]:
-    """Return the correctness of each answer to a task, by question, (Q, k)."""
-    correct: dict[int, list[bool]] = {}
-    for answer in answers:
-        if answer.task == task:
-            correct.setdefault(answer.question, []).append(answer.correct)
-    return list(correct.values())
 
 
 def _with_interval(estimate: Estimate, spec: str) -> str:

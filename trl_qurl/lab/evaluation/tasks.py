@@ -14,7 +14,7 @@ from trl_qurl.lab.grading import accuracy_reward
 from trl_qurl.paths import is_local
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
 SOURCES = {
     "gsm8k": "openai/gsm8k:main",
@@ -52,18 +52,8 @@ class Source(NamedTuple):
 
     name: str  # of the benchmark
     path: str  # a file, or a Hub name
-    config: str | None
-    split: str
-
-
-def load_task(spec: str, limit: int | None = None, needs_answers: bool = True) -> Task:
-    """Load the first `limit` questions of a benchmark.
-
-    Without `needs_answers`, `solutions` are empty.
-    """
-    name, path, config, split = parse_task(spec)
-    questions = load_questions(path, split, config, limit, needs_answers=needs_answers)
-    return Task(name, questions["prompt"][:], questions["solution"][:])
+    config: str | None = None
+    split: str = "test"
 
 
 def parse_task(spec: str) -> Source:
@@ -83,25 +73,35 @@ def parse_task(spec: str) -> Source:
     if source not in SOURCES:
         has_suffix = source.lower().removesuffix(".gz").endswith(SUFFIXES)
         if has_suffix or (":" not in source and is_local(source)):
-            return Source(name, source, None, "")
+            return Source(name, source)
     path, *parts = SOURCES.get(source, source).split(":")
     if "/" not in path or len(parts) > 2:
         raise ValueError(f"Unknown task {source!r}: {ALLOWED}.")
-    config, split, *_ = [*parts, "", ""]
+    config, split = [*parts, "", ""][:2]
     return Source(name, path, config or None, split or "test")
 
 
-def load_tasks(specs: list[str], limit: int | None = None) -> list[Task]:
-    """Load several benchmarks; raise `ValueError` if names repeat or there are none."""
-    tasks = [load_task(spec, limit) for spec in specs]
-    counts = Counter(task.name for task in tasks)
-    duplicates = sorted(name for name, count in counts.items() if count > 1)
-    if duplicates:
+def load_tasks(
+    specs: Sequence[str], limit: int | None = None, needs_answers: bool = True
+) -> list[Task]:
+    """Load the first `limit` questions of several benchmarks.
+
+    Without `needs_answers`, `solutions` are empty. Raises `ValueError` if names repeat or there are
+    none, before anything is loaded.
+    """
+    sources = [parse_task(spec) for spec in specs]
+    names = [source.name for source in sources]
+    repeated = [name for name, count in Counter(names).items() if count > 1]
+    if repeated:
         raise ValueError(
-            f"Several tasks are named {', '.join(duplicates)}: rename them with name=source."
+            f"Several tasks are named {', '.join(repeated)}: rename them with name=source."
         )
-    if not tasks:
+    if not sources:
         raise ValueError(f"The list of tasks is empty: {ALLOWED}.")
+    tasks = []
+    for name, path, config, split in sources:
+        questions = load_questions(path, split, config, limit, needs_answers=needs_answers)
+        tasks.append(Task(name, questions["prompt"][:], questions["solution"][:]))
     return tasks
 
 
@@ -130,16 +130,22 @@ def are_correct(completions: Sequence[str], solutions: Sequence[str]) -> list[bo
     return [reward == 1.0 for reward in accuracy_reward(messages, list(solutions))]
 
 
-def needed_context(
-    config: PretrainedConfig, prompts: Iterable[Sequence[int]], max_tokens: int
-) -> int:
-    """Return the length of the longest prompt plus its answer.
+def encode_prompts(
+    model: str, prompts: Iterable[Any], max_tokens: int, **template: Any
+) -> tuple[list[list[int]], int]:
+    """Tokenize prompts for the model in a directory, as TRL's trainers do.
 
-    Raises `ValueError` if it exceeds the context.
+    Also returns the length of the longest with its answer. Raises `ValueError` if that exceeds the
+    context.
     """
-    longest = max(map(len, prompts))
+    from transformers import AutoConfig, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    encoded = [encode_prompt(tokenizer, prompt, **template) for prompt in prompts]
+    longest = max(map(len, encoded))
     needed = longest + max_tokens
-    context = getattr(config.get_text_config(), "max_position_embeddings", None) or needed
+    config = AutoConfig.from_pretrained(model).get_text_config()
+    context = getattr(config, "max_position_embeddings", None) or needed
     if needed > context:
         room = context - longest
         advice = "use shorter questions, or another model"
@@ -149,4 +155,4 @@ def needed_context(
             f"The longest prompt ({longest} tokens) and --max-tokens {max_tokens} do not fit into "
             f"the model's context of {context}: {advice}."
         )
-    return needed
+    return encoded, needed

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import os
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from trl_qurl.lab.comparison import BASELINE, label
 from trl_qurl.lab.device import full_precision
-from trl_qurl.lab.evaluation.tasks import encode_prompt, needed_context
-from trl_qurl.lab.mismatch.prompts import Sampling, load_prompts
+from trl_qurl.lab.evaluation.tasks import encode_prompts
+from trl_qurl.lab.mismatch.prompts import load_prompts
 from trl_qurl.lab.mismatch.statistics import Mismatch, Scored, measure
 from trl_qurl.lab.processes import call_in_child
 from trl_qurl.quantization.checkpoint import CheckpointWriter, load_model
@@ -23,9 +23,9 @@ from trl_qurl.quantization.plan import Formats, format_name, make_plan, schemes_
 from trl_qurl.quantization.smoothing import can_smooth
 from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.directory import CheckpointDirectory
-from trl_qurl.rollout.engine.hardware import check_cpu_build, kernel_environment
+from trl_qurl.rollout.engine.colocated import start_engine
+from trl_qurl.rollout.engine.hardware import check_cpu_build
 from trl_qurl.rollout.engine.launch import require_vllm, resolve_model
-from trl_qurl.rollout.repairs.cpu_memory import cpu_cache_arguments
 from trl_qurl.rollout.wire import COMPILING
 
 
@@ -40,48 +40,37 @@ class Answer(NamedTuple):
 class Engines:
     """One engine per format for the same prompts, and the policy that scores their answers.
 
-    Raises `ValueError` for an invalid argument, and errors about a missing model, file or vLLM.
+    Args:
+        args: Those of the command.
+        say: Called with each progress message.
+
+    Raises:
+        ValueError: For an invalid argument.
+        OSError: About a missing model or file.
+        ImportError: Without vLLM.
     """
 
-    def __init__(
-        self,
-        model: str,  # Hub name or directory of a full-precision model
-        sampling: Sampling,
-        ignore: Sequence[str],  # modules to keep in 16 bits
-        engine_kwargs: Mapping[str, Any],  # extra arguments for `vllm.LLM`
-        say: Callable[[str], None],  # called with each progress message
-        # whether to smooth activations for the formats that training smooths by default
-        smooths: bool = True,
-    ) -> None:
+    def __init__(self, args: Namespace, say: Callable[[str], None]) -> None:
         require_vllm()
-        prompts = load_prompts(sampling.questions, sampling.limit)
         self.say = say
-        self._ignore = ignore
-        self._smooths = smooths
-        self._max_tokens = sampling.max_tokens
-        self._directory = resolve_model(model)
-        config = AutoConfig.from_pretrained(self._directory)
-        tokenizer = AutoTokenizer.from_pretrained(self._directory)
-        self.prompts = [encode_prompt(tokenizer, prompt) for prompt in prompts]
-        self._repeated = [tokens for tokens in self.prompts for _ in range(sampling.samples)]
-        check_cpu_build(config)
-        length = needed_context(config, self.prompts, sampling.max_tokens)
+        self._args = args
+        self._directory = resolve_model(args.model)
+        check_cpu_build(AutoConfig.from_pretrained(self._directory))
+        prompts = load_prompts(args.questions, args.limit)
+        self.prompts, self._length = encode_prompts(self._directory, prompts, args.max_tokens)
         has_gpu = torch.cuda.is_available()
-        _, sixteen_bits = full_precision()
+        sixteen_bits = full_precision()[1]
         policy, self._tokenizer = load_model(self._directory)
         self._device = "cuda" if has_gpu else "cpu"
         dtype = getattr(torch, sixteen_bits) if has_gpu else torch.float32
-        self.policy = policy.to(dtype).eval()
-        arguments: dict[str, Any] = {
+        self.policy = policy.to(self._device, dtype).eval()
+        self._arguments: dict[str, Any] = {
             "dtype": sixteen_bits,
-            "max_model_len": length,
+            "max_model_len": self._length,
             "enforce_eager": not has_gpu,  # on a CPU, vLLM compiles for minutes
-            **engine_kwargs,
+            "logprobs_mode": "processed_logprobs",
+            **args.engine_kwargs,
         }
-        memory = cpu_cache_arguments(
-            self._directory, arguments, sequences=len(self._repeated), length=length
-        )
-        self._arguments = {**memory, **arguments}
 
     def measure(self, formats: Formats) -> Mismatch:
         """Sample answers from an engine in these formats, `"none"` for 16 bits, and score them.
@@ -89,40 +78,31 @@ class Engines:
         Raises `ChildProcessError` if the engine failed, after printing its last output lines to
         standard error.
         """
+        prompts = [tokens for tokens in self.prompts for _ in range(self._args.samples)]
         name = label(format_name(formats))
         compiling = "" if self._arguments["enforce_eager"] else COMPILING
-        self.say(f"Sampling {len(self._repeated)} answers from {name}{compiling}")
+        self.say(f"Sampling {len(prompts)} answers from {name}{compiling}")
         failure = (
             f"The engine for {name} failed; its last output lines are above. If it ran out of "
             "memory, lower --samples or --max-tokens."
         )
         with self._checkpoint(formats) as directory:
-            arguments = {"model": directory, **self._arguments}
-            engine = partial(sample, formats, self._max_tokens, arguments)
-            answers = call_in_child(engine, self._repeated, failure)
-        with self._policy_on_device():
-            return measure(list(score(self.policy, answers)))
+            arguments = {**self._arguments, "model": directory}
+            engine = partial(sample, formats, arguments, self._length, self._args.max_tokens)
+            self.policy.to("cpu")  # an engine needs a GPU's memory
+            answers = call_in_child(engine, prompts, failure)
+            self.policy.to(self._device)
+        return measure(list(score(self.policy, answers)))
 
-    @contextmanager
-    def weights(self, formats: Formats) -> Iterator[WeightStream]:
-        """Yield the policy's weights as quantized, smoothed on the prompts as in training."""
-        plan = make_plan(self.policy, formats, self._ignore)
+    def weights(self, formats: Formats) -> WeightStream:
+        """Return the policy's weights as quantized, smoothed on the prompts as in training."""
+        plan = make_plan(self.policy, formats, self._args.ignore)
         is_smoothed = any(scheme.is_smoothed for scheme in plan.targets)
-        smooths = self._smooths and is_smoothed and can_smooth(self.policy)
+        smooths = not self._args.no_smooth and is_smoothed and can_smooth(self.policy)
         weights = WeightStream(self.policy, plan, smooths)
-        with self._policy_on_device():
-            if weights.smoothing is not None:
-                weights.fit_smoothing(self.policy, self.prompts)
-            yield weights
-
-    @contextmanager
-    def _policy_on_device(self) -> Iterator[None]:
-        """Move the policy to its device, and back to the CPU to free GPU memory for an engine."""
-        self.policy.to(self._device)
-        try:
-            yield
-        finally:
-            self.policy.to("cpu")
+        if weights.smoothing is not None:
+            weights.fit_smoothing(self.policy, self.prompts)
+        return weights
 
     @contextmanager
     def _checkpoint(self, formats: Formats) -> Iterator[str]:
@@ -130,12 +110,12 @@ class Engines:
         if formats == BASELINE:
             yield self._directory
             return
-        with self.weights(formats) as weights:
-            checkpoint = CheckpointDirectory(None, weights.nbytes())
-            writer = CheckpointWriter(self.policy, self._tokenizer, weights.plan)
-            # As for a server, the codes do not depend on the dtype that holds the weights.
-            tensors = weights.tensors(model_parameters(self.policy), is_exact=True)
-            writer.write(tensors, checkpoint.path / "model")
+        weights = self.weights(formats)
+        checkpoint = CheckpointDirectory(None, weights.nbytes())
+        writer = CheckpointWriter(self.policy, self._tokenizer, weights.plan)
+        # As for a server, the codes do not depend on the dtype that holds the weights.
+        tensors = weights.tensors(model_parameters(self.policy), is_exact=True)
+        writer.write(tensors, checkpoint.path / "model")
         try:
             yield str(checkpoint.path / "model")
         finally:
@@ -144,18 +124,18 @@ class Engines:
 
 def sample(
     formats: Formats,
+    arguments: Mapping[str, Any],
+    length: int,
     max_tokens: int,
-    engine_kwargs: Mapping[str, Any],
     prompts: Sequence[list[int]],
 ) -> list[Answer]:
     """Sample an answer to each prompt at temperature 1 from the whole vocabulary.
 
     This is what training does by default.
     """
-    from vllm import LLM, SamplingParams
+    from vllm import SamplingParams
 
-    os.environ.update(kernel_environment(*schemes_of(formats)))
-    llm = LLM(**{"seed": 0, "logprobs_mode": "processed_logprobs", **engine_kwargs})
+    llm = start_engine(schemes_of(formats), arguments, len(prompts), length)
     params = SamplingParams(temperature=1.0, max_tokens=max_tokens, logprobs=0, detokenize=False)
     outputs = llm.generate(
         [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False

@@ -72,8 +72,7 @@ def choose_finer(
     finer = []
     if scheme != FINER and FINER in available_formats():
         finer = [SCHEMES[FINER]]
-    with engines.weights(scheme) as weights:
-        steps = find_steps(engines.policy, weights, engines.prompts, finer)
+    steps = find_steps(engines.policy, engines.weights(scheme), engines.prompts, finer)
     taken: list[Step] = []
     allowed = limit
     for _ in range(ROUNDS):
@@ -147,25 +146,22 @@ def steps_of_group(
     halves: Mapping[str, Tensor],
     kls: Mapping[LayerFormat, float],
 ) -> list[Step]:
-    """Return the step of a group from the first of its formats to 16 bits, in stages that pay."""
+    """Return the step of a group from the first of its formats to 16 bits, or two if that pays."""
 
-    def kl_of(scheme: QuantizationScheme) -> float:
-        return sum(kls[layer, scheme] for layer in group)
+    def step(old: QuantizationScheme, new: QuantizationScheme | None) -> Step:
+        kl = 0.0
+        extra = 0
+        for layer in group:
+            kl += kls[layer, old] - (kls[layer, new] if new else 0.0)
+            extra += stored_bytes(halves[layer], new) - stored_bytes(halves[layer], old)
+        return Step(group, new.name if new else BASELINE, kl, extra)
 
-    def bytes_of(scheme: QuantizationScheme | None) -> int:
-        return sum(stored_bytes(halves[layer], scheme) for layer in group)
-
-    reached, *finer = formats
-    last = Step(group, BASELINE, kl_of(reached), bytes_of(None) - bytes_of(reached))
-    steps = []
+    first, *finer = formats
+    steps = [step(first, None)]
     for scheme in finer:
-        kl = kl_of(reached) - kl_of(scheme)
-        step = Step(group, scheme.name, kl, bytes_of(scheme) - bytes_of(reached))
-        if worth(step) > worth(last):
-            steps.append(step)
-            last = Step(group, BASELINE, kl_of(scheme), bytes_of(None) - bytes_of(scheme))
-            reached = scheme
-    return [*steps, last]
+        if worth(step(first, scheme)) > worth(steps[0]):
+            steps = [step(first, scheme), step(scheme, None)]
+    return steps
 
 
 def worth(step: Step) -> float:

@@ -1,12 +1,9 @@
-"""Prompts, which are the user's questions or the built-in ones, and how many answers to sample."""
+"""Prompts: the user's questions, or the built-in ones."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from trl_qurl.paths import home_advice
 
 BUILT_IN = (
     "Natalia sold 48 clips in April and half as many in May. How many did she sell altogether?",
@@ -29,22 +26,6 @@ BUILT_IN = (
 """Arithmetic, language, code and knowledge, so no single kind of text dominates."""
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """Questions to ask and answers to sample."""
-
-    questions: str | None = None  # their source; `None` for the built-in ones
-    limit: int = 16  # most questions
-    samples: int = 4  # answers per question
-    max_tokens: int = 128  # longest answer
-
-    def __post_init__(self) -> None:
-        for name in ("limit", "samples", "max_tokens"):
-            value = getattr(self, name)
-            if value < 1:
-                raise ValueError(f"{name} is {value}: give a positive number.")
-
-
 def load_prompts(source: str | None, limit: int) -> list[Any]:
     """Load the first `limit` prompts of a source: conversations, or the lines of a `.txt` file.
 
@@ -54,13 +35,13 @@ def load_prompts(source: str | None, limit: int) -> list[Any]:
     if source is None:
         return [[{"role": "user", "content": text}] for text in BUILT_IN[:limit]]
     if not source.endswith(".txt"):
-        from trl_qurl.lab.evaluation.tasks import load_task
+        from trl_qurl.lab.evaluation.tasks import load_tasks
 
-        return load_task(source, limit, needs_answers=False).prompts
+        [task] = load_tasks([source], limit, needs_answers=False)
+        return task.prompts
     path = Path(source)
     if not path.is_file():
-        way = f"give a text file with one prompt per line.{home_advice(source)}"
-        raise FileNotFoundError(f"The file {source} does not exist: {way}")
+        raise FileNotFoundError(f"{source} does not exist: give a file with one prompt per line.")
     lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     if not lines:
         raise ValueError(f"{source} contains no prompts: write one per line.")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from trl_qurl.lab.comparison import BASELINE
-from trl_qurl.lab.mismatch.prompts import Sampling
 from trl_qurl.lab.mismatch.statistics import Mismatch
 
 
@@ -35,8 +35,7 @@ class Report:
     """Results of a mismatch measurement."""
 
     model: str  # name or directory from the command line
-    sampling: Sampling
-    ignore: tuple[str, ...]  # modules kept in full precision
+    settings: dict[str, Any]  # questions, how many answers, layers in full precision
     # by format, `"none"` for a 16-bit engine
     formats: dict[str, Mismatch] = field(default_factory=dict)
     choice: Choice | None = None

@@ -11,13 +11,13 @@ from pathlib import Path
 from trl_qurl.cli.options import check_model
 from trl_qurl.lab.comparison import (
     BASELINE,
+    add_numbers,
     add_options,
     candidates,
     check_output,
     fitting_formats,
     write_json,
 )
-from trl_qurl.lab.mismatch.prompts import Sampling
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,21 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "per line (default: 16 built-in questions of mixed kinds)"
         ),
     )
-    parser.add_argument(
-        "--limit",
-        type=int,
-        default=16,
-        metavar="N",
-        help="first N questions (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--samples", type=int, default=4, help="answers per question (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--max-tokens",
-        type=int,
-        default=128,
-        help="longest answer, in tokens (default: %(default)s)",
+    add_numbers(
+        parser,
+        limit=(16, "first questions"),
+        samples=(4, "answers per question"),
+        max_tokens=(128, "longest answer, in tokens"),
     )
     parser.add_argument(
         "--kl",
@@ -68,20 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print the table and the verdict, and return exit status 0 for any verdict."""
-    check_model(args.model)
-    check_output(args.output)
-    if args.kl is not None and args.scheme is None:
-        args.scheme = ["int8"]
-    schemes = candidates(args.scheme)
-    if args.kl is not None:
-        if [*schemes.values()] != args.scheme[:1]:
-            names = ", ".join(args.scheme)
-            raise ValueError(
-                f"--kl requires exactly one format, but got {names}: choose one with --scheme."
-            )
-        if not args.kl > 0:
-            raise ValueError(f"--kl is {args.kl:g}: give a positive number of nats per token.")
-    sampling = Sampling(args.questions, args.limit, args.samples, args.max_tokens)
+    check_arguments(args)
 
     import yaml
     from rich.console import Console
@@ -94,16 +71,15 @@ def run(args: argparse.Namespace) -> int:
 
     disable_progress_bar()  # hides the bar for loading weights
     console = Console()
-    engines = Engines(
-        args.model, sampling, args.ignore, args.engine_kwargs, console.print, not args.no_smooth
-    )
+    engines = Engines(args, console.print)
     schemes = fitting_formats(engines.policy, args.scheme, args.ignore, console.print)
-    report = Report(args.model, sampling, tuple(args.ignore))
+    names = ("questions", "limit", "samples", "max_tokens", "ignore")
+    report = Report(args.model, {name: getattr(args, name) for name in names})
     for name, formats in {BASELINE: BASELINE, **schemes}.items():
         report.formats[name] = engines.measure(formats)
         write_json(report, args.output)
     if args.kl is not None:
-        report.choice, mismatch = choose_finer(engines, next(iter(schemes)), report, args.kl)
+        report.choice, mismatch = choose_finer(engines, args.scheme[0], report, args.kl)
         report.formats[report.choice.name] = mismatch
         write_json(report, args.output)
     console.print(build_table(report))
@@ -118,3 +94,23 @@ def run(args: argparse.Namespace) -> int:
         console.print(line)
     print(f"Results: {args.output}")
     return 0
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Raise `ValueError` for what cannot be measured, and choose the format for `--kl`."""
+    check_model(args.model)
+    check_output(args.output)
+    for name in ("limit", "samples", "max_tokens"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"{name} is {getattr(args, name)}: give a positive number.")
+    if args.kl is None:
+        candidates(args.scheme)
+        return
+    args.scheme = args.scheme or ["int8"]
+    if not args.kl > 0:
+        raise ValueError(f"--kl is {args.kl:g}: give a positive number of nats per token.")
+    if [*candidates(args.scheme).values()] != args.scheme[:1]:
+        raise ValueError(
+            f"--kl requires exactly one format, but got {', '.join(args.scheme)}: choose one with "
+            "--scheme."
+        )

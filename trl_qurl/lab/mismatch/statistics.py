@@ -1,12 +1,11 @@
 """Statistics of scored answers: KL, the tail of the ratio, effective sample size.
 
-`n` answers of `T_i` tokens. ρ is the ratio of a token: the full-precision policy's probability over
+ρ is the ratio of a token: the full-precision policy's probability over
 the engine's.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -43,7 +42,6 @@ class Mismatch:
     ratio_quantiles: dict[float, float]  # of ρ over tokens, by share
     capped_share: float  # share of tokens with ρ above the cap
     ess: float  # effective sample size of the tokens, as a share
-    half_length: float | None  # see `half_length`
 
 
 def measure(scored: Sequence[Scored]) -> Mismatch:
@@ -68,7 +66,6 @@ def measure(scored: Sequence[Scored]) -> Mismatch:
         ratio_quantiles={share: float(torch.quantile(ratios, share)) for share in QUANTILES},
         capped_share=float((ratios > CAP).double().mean()),
         ess=float(ratios.sum() ** 2 / (len(ratios) * ratios.square().sum())),
-        half_length=half_length(log_ratios),
     )
 
 
@@ -110,16 +107,3 @@ def _mean_and_error(
     mean = totals.sum(-1) / counts.sum(-1)
     residuals = totals - mean[..., None] * counts
     return mean, residuals.square().sum(-1).sqrt() / counts.sum(-1)
-
-
-def half_length(log_ratios: Sequence[torch.Tensor]) -> float | None:
-    r"""Estimate the length at which the effective sample size of whole answers is one half.
-
-    $L_{1/2} = \ln 2 / v$, where v is the variance of an answer's sum of log ρ, per token. If the
-    sums are normal, the effective sample size is $e^{-v L}$. With heavier tails it drops sooner.
-    """
-    lengths = torch.tensor([len(row) for row in log_ratios], dtype=torch.float64)
-    sums = torch.stack([row.sum() for row in log_ratios])
-    mean = sums.sum() / lengths.sum()
-    variance = float((sums - mean * lengths).square().sum() / lengths.sum())
-    return math.log(2) / variance if variance > 0 else None  # never

@@ -31,20 +31,15 @@ def build_table(report: Report) -> Table:
     caption = (
         f"KL in 1e-3 nats per token (k3) with 95 % intervals; ρ: policy over engine; C = {CAP:g}; "
         "kernels: share of the KL that a 16-bit engine has, too; ESS: effective sample size of "
-        "tokens; half: answer length at which the ESS of sequence weights is 1/2."
+        "tokens."
     )
-    table = new_table(
-        title, caption, ["format"], ("KL", "kernels", "ρ 0.1-99.9 %", "ρ > C", "ESS", "half")
-    )
+    table = new_table(title, caption, ["format"], ("KL", "kernels", "ρ 0.1-99.9 %", "ρ > C", "ESS"))
     for name, mismatch in report.formats.items():
         low, *_, high = mismatch.ratio_quantiles.values()
         kl = mismatch.kl_k3
         share = "-"
         if name != BASELINE and kl.value > 0:
             share = f"{min(1.0, report.by_kernels / kl.value):.0%}"
-        half = "-"
-        if mismatch.half_length is not None:
-            half = two_digits(mismatch.half_length)
         table.add_row(
             label(name),
             f"{thousandths(kl.value)} ± {thousandths((kl.high - kl.low) / 2)}",
@@ -52,7 +47,6 @@ def build_table(report: Report) -> Table:
             f"{low:.2f}-{high:.2f}",
             f"{mismatch.capped_share:.2%}",
             f"{mismatch.ess:.1%}",
-            half,
         )
     return table
 
@@ -69,14 +63,11 @@ def build_layer_table(choice: Choice, most: int = 12) -> Table:
     title = f"Sources of the KL: the first {min(most, len(choice.steps))} of {len(choice.steps)}"
     table = new_table(title, caption, ["layers"], ("finer", "KL", "MB", "taken"))
     for number, step in enumerate(choice.steps[:most]):
-        first, *others = step.layers
-        module = first.rpartition(".")[0] + "."
-        names = [first]
-        names += [other.removeprefix(module) for other in others[:2]]
-        if len(others) > 2:
-            names.append("...")
+        names = step.layers[0]
+        if len(step.layers) > 1:
+            names += f" and {len(step.layers) - 1} fused"
         table.add_row(
-            ", ".join(names),
+            names,
             label(step.format),
             thousandths(step.kl),
             f"{step.extra_bytes / 1e6:.3g}",
@@ -110,34 +101,19 @@ def sentences(report: Report) -> list[str]:
 
 def verdict(mismatch: Mismatch) -> str:
     """Rate a format as safe, safe with a correction, or risky (docs/mismatch.md)."""
-    whole = ""
-    if mismatch.half_length is not None:
-        reach = two_digits(mismatch.half_length)
-        whole = (
-            f" Sequence weights (RLOO, GSPO) keep half their effective sample size up to {reach} "
-            "tokens."
-        )
     kl = f"a KL of {mismatch.kl_k3.value:.2g}"
     if mismatch.kl_k3.high < HARMLESS:
-        return f"safe to train with: {kl} did no harm in our study. Keep the defaults.{whole}"
+        return f"safe to train with: {kl} did no harm in our study. Keep the defaults."
     if mismatch.kl_k3.low >= RISKY:
         return (
             f"risky: with {kl} some runs of our study ended badly, even with a correction. Choose "
             "a finer format, keep sensitive layers in 16 bits (quantization_ignore), or leave "
-            f"smooth_activations on (INT8).{whole}"
+            "smooth_activations on (INT8)."
         )
-    return (
-        f"needs a correction: at {kl} keep objective='acr' or 'tis', and watch "
-        f"mismatch/kl_k3.{whole}"
-    )
+    return f"needs a correction: at {kl} keep objective='acr' or 'tis', and watch mismatch/kl_k3."
 
 
 def thousandths(nats: float) -> str:
-    """Format nats in thousandths, with two digits."""
-    return two_digits(1e3 * nats) if abs(nats) >= 1e-7 else "0"
-
-
-def two_digits(number: float) -> str:
-    """Format a positive number with two digits, and without an exponent if it is above 1e-4."""
-    rounded = float(f"{number:.2g}")
+    """Format nats in thousandths, with two digits, and without an exponent if they are many."""
+    rounded = float(f"{1e3 * nats:.2g}")
     return f"{rounded:,.0f}" if rounded >= 100 else f"{rounded:g}"

@@ -1,10 +1,12 @@
 """vLLM in the trainer's own process."""
 
 import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trl_qurl.quantization.checkpoint_form import NamedTensors
+from trl_qurl.quantization.scheme import QuantizationScheme
 from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout import wire
 from trl_qurl.rollout.adapter import engine_rank
@@ -14,7 +16,7 @@ from trl_qurl.rollout.repairs.compiled_class import register_uncompiled
 from trl_qurl.rollout.repairs.cpu_memory import cpu_cache_arguments
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
     from vllm import LLM, RequestOutput
     from vllm.lora.request import LoRARequest
 
@@ -81,6 +83,39 @@ def with_adapter(engine: type["LLM"], rank: int) -> tuple[type["LLM"], dict[str,
     return AdapterLLM, arguments
 
 
+def check_hardware(
+    config: "PreTrainedConfig", schemes: hardware.Schemes, arguments: Mapping[str, Any]
+) -> None:
+    """Check that vLLM can run a model here, and set the variables that its kernels need."""
+    hardware.check_cpu_build(config, schemes, arguments)
+    os.environ.update(hardware.kernel_environment(*dict.fromkeys(schemes.values())))
+
+
+def start_engine(
+    schemes: Iterable[QuantizationScheme],
+    arguments: Mapping[str, Any],
+    sequences: int,
+    length: int,
+) -> "LLM":
+    """Start vLLM in this process for a tool, on a checkpoint that no trainer changes.
+
+    Args:
+        schemes: Formats of the checkpoint's layers.
+        arguments: For `vllm.LLM`, with `model`, a directory.
+        sequences: How many are generated at a time; with `length`, what a CPU's cache must hold.
+        length: Tokens of the longest, with its prompt.
+    """
+    from transformers import AutoConfig
+
+    model = arguments["model"]
+    by_name = {scheme.name: scheme for scheme in schemes}
+    check_hardware(AutoConfig.from_pretrained(model), by_name, arguments)
+    cache = cpu_cache_arguments(model, arguments, sequences=sequences, length=length)
+    from vllm import LLM
+
+    return LLM(**{"seed": 0, **cache, **arguments})
+
+
 def prepare_process(
     model: "PreTrainedModel", weights: WeightStream, arguments: dict[str, Any], processes: int
 ) -> None:
@@ -88,9 +123,7 @@ def prepare_process(
     from vllm.utils.network_utils import get_open_port
 
     names = model.config.architectures or [type(model).__name__]
-    given = arguments | {"architectures": names}
-    hardware.check_cpu_build(model.config, weights.plan.schemes, given)
-    os.environ.update(hardware.kernel_environment(*weights.plan.targets))
+    check_hardware(model.config, weights.plan.schemes, arguments | {"architectures": names})
     # TRL tries 29500 first, and runs that start at the same time all find it free.
     if processes == 1 and not os.environ.get("MASTER_PORT"):
         os.environ["MASTER_PORT"] = str(get_open_port())
