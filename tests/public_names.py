@@ -19,7 +19,6 @@ WITHOUT_ALL = (
     "trl_qurl.rollout.mismatch",
     "trl_qurl.trainers.run_log",
     "trl_qurl.trainers.callbacks",
-    "trl_qurl.lab.progress",
     "trl_qurl.lab.runs",
 )
 """Public modules without `__all__`: public there is what they

@@ -51,20 +51,18 @@ def test_no_study_of_int8_trains_where_its_sums_saturate(monkeypatch):
 
 
 def write_runs(directory, accuracies, experiment="main"):
-    """Write runs of thirty rollouts with two updates each. The
-    means must leave out the first ten.
-    """
+    """Write runs of forty rollouts with two updates each; means must leave out the first twenty."""
     for arm, values in accuracies.items():
         for seed, value in enumerate(values):
             rows = [
                 {
                     "step": 2 * rollout,
-                    "expected_accuracy": value + (1.0 if rollout <= 10 else 0.01 * (-1) ** rollout),
-                    "mismatch/kl_k3": 0.1 if rollout <= 10 else 0.3,
+                    "expected_accuracy": value + (1.0 if rollout <= 20 else 0.01 * (-1) ** rollout),
+                    "mismatch/kl_k3": 0.1 if rollout <= 20 else 0.3,
                     "mismatch/ratio_max": 5.0 + seed if rollout == 3 else 1.0,
                     "step_time": 0.5,
                 }
-                for rollout in range(1, 31)
+                for rollout in range(1, 41)
             ]
             settings = {
                 "seed": seed,
@@ -84,7 +82,7 @@ def test_the_tables_of_some_logs(tmp_path, capsys):
     # bf16: mean .7, standard error .1 / sqrt(2) * ... = sd .1414 / sqrt(2) = .1, times t(1) =
     # 12.706.
     assert (
-        "| bf16 | 2 | 30 | 0.700 ± 1.271 |" in printed
+        "| bf16 | 2 | 40 | 0.700 ± 1.271 |" in printed
         and "0.1 → 0.3" in printed
         and "| 6 |" in printed
     )
@@ -93,7 +91,7 @@ def test_the_tables_of_some_logs(tmp_path, capsys):
     assert "| int8_tis - bf16 | 1 | -0.050 | – |" in printed
     assert "acr" not in printed, "an arm without runs was shown"
     assert json.loads(output.read_text())["runs"]["training_hours"] == pytest.approx(
-        5 * 30 * 0.5 * 2 / 3600
+        5 * 40 * 0.5 * 2 / 3600
     )
 
 

@@ -125,9 +125,8 @@ vllm.entrypoints.openai.models.serving
     OpenAIServingModels.load_lora_adapter(request): engine/served.py replaces an adapter with it
 vllm.v1.engine.async_llm
     AsyncLLM.errored(): repairs/dead_engine.py ends requests by it
-vllm.v1.engine.detokenizer
-    IncrementalDetokenizer.num_output_tokens(): lab/live.py counts an answer's tokens with it
 vllm.v1.engine.llm_engine
+    LLMEngine.get_num_unfinished_requests(): lab/progress.py shows the answers that a long step waits for
     LLMEngine.reset_encoder_cache(): ColocatedEngine drops the features of images that old weights computed
 vllm.v1.worker.gpu_worker
     Worker.add_lora(lora_request): engine/colocated.py loads an adapter with it
@@ -256,17 +255,9 @@ ASSIGNED = [
         "config",
         "RolloutWorker.starting_fingerprint",
     ),
-    ("vllm.v1.engine.llm_engine", "LLMEngine.__init__", "output_processor", "lab/live.py"),
-    (
-        *("vllm.v1.engine.output_processor", "RequestState.__init__"),
-        "detokenizer",
-        "lab/live.py",
-    ),
 ]
 
 SOURCE_TEXT = """
-vllm.v1.engine.output_processor OutputProcessor.__init__: lab/live.py reads it
-    self.request_states: dict[str, RequestState] = {}
 trl.generation.vllm_generation VLLMGeneration.generate: our generate counts the tokens of [1], without that sync's time
     once: return (prompt_ids, completion_ids, logprobs, logprob_token_ids)
     once: return

@@ -203,7 +203,7 @@ class Recipe:
         """Train; after Ctrl-C, name the latest checkpoint, and after a fault in a reward function
         its place.
         """
-        from trl_qurl.lab.live import live_line
+        from trl_qurl.lab.progress import live_line
 
         # a tied head is in no checkpoint
         if trainer.model.config.get_text_config().tie_word_embeddings:
