@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     picture = args.output_dir / "demo.png"
     outcome.draw_outcome(found.run, picture)
     console = Console(highlight=False)
-    console.print(outcome.changed_answers(found))
+    console.print(*outcome.changed_answers(found), sep="\n")
     for sentence in outcome.sentences(found.run, found.accuracy):
         console.print(sentence)
     print(f"Log: {args.output_dir / RUN_LOG}\nPicture: {picture}")

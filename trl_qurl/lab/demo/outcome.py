@@ -35,8 +35,8 @@ class Outcome(NamedTuple):
     after: list[str]
 
 
-def changed_answers(outcome: Outcome, count: int = 6) -> Table:
-    """Build a table of the first `count` answers that changed."""
+def changed_answers(outcome: Outcome, count: int = 6) -> tuple[str, Table]:
+    """Count the answers that changed, and build a table of the first `count`."""
     rows = []
     became_right = 0
     became_wrong = 0
@@ -46,14 +46,14 @@ def changed_answers(outcome: Outcome, count: int = 6) -> Table:
             rows.append((f"{problem.left} + {problem.right}", right, old, new))
             became_right += new == right
             became_wrong += old == right
-    title = (
+    said = (
         f"{len(rows)} of the actor's {len(outcome.problems)} greedy answers changed: "
-        f"{became_right} became right, {became_wrong} wrong"
+        f"{became_right} became right, {became_wrong} wrong. The first:"
     )
-    table = new_table(title, "", ["sum"], ["right", "before", "after"])
+    table = new_table("", "", ["sum"], ["right", "before", "after"])
     for row in rows[:count]:
         table.add_row(*row)
-    return table
+    return said, table
 
 
 def draw_outcome(run: Run, path: Path) -> None:
