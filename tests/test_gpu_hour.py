@@ -67,7 +67,7 @@ def test_failures_are_recorded_and_a_second_run_repeats_only_them(
         gpu_hour.Part("steps-7B-bf16", measured(log, **step), 0.1, 6, memory_gb=10**6),
         gpu_hour.Part("demo", ["-c", ""], 50, 7),
     ]
-    monkeypatch.setattr(gpu_hour, "make_plan", lambda rehearse, model: plan)
+    monkeypatch.setattr(gpu_hour, "make_plan", lambda rehearse: plan)
     command = ["-o", str(out), "--rehearse", "--minutes", "2"]
 
     started = time.monotonic()
@@ -129,7 +129,7 @@ def test_less_important_parts_give_way(gpu_hour):
 @pytest.mark.parametrize("rehearse", [False, True])
 def test_the_plan_fits_and_its_options_exist(rehearse, gpu_hour, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    plan = gpu_hour.make_plan(rehearse, None)
+    plan = gpu_hour.make_plan(rehearse)
     assert gpu_hour.choose(plan, 40) == plan
     assert max(part.minutes for part in plan) < 9, (
         "where a command may take ten minutes, no part could run"
