@@ -63,8 +63,10 @@ def test_panels_of_the_picture(tmp_path, monkeypatch):
     (kl, _), (half, _, wide) = (figure.axes for figure in drawn)
     assert (kl.get_xlabel(), kl.get_ylabel(), kl.get_title("left")) == ("hour", "nats", "KL")
     mean, point = kl.lines
-    assert mean.get_ydata().tolist() == [0.002, 2] and point.get_marker() == "o"
-    assert (mean.get_color(), mean.get_linestyle()) != (point.get_color(), point.get_linestyle())
+    assert mean.get_ydata().tolist() == [0.002, 2]
+    assert (mean.get_marker(), point.get_marker()) == ("", "o")
+    assert mean.get_color() != point.get_color()
+    assert mean.get_linestyle() != point.get_linestyle()
     [legend] = drawn[0].legends
     assert [text.get_text() for text in legend.texts] == ["two", "one"]
     drawn[1].draw_without_rendering()
@@ -110,9 +112,10 @@ def test_bad_input_is_an_error(tmp_path, capsys, monkeypatch):
 
 def test_a_report_does_not_import_torch(tmp_path):
     pytest.importorskip("matplotlib")
-    run = write_run(tmp_path / "run", [{"step": 4, "reward": 0.5}])
+    run = write_run(tmp_path / "alone", [{"step": 4, "reward": 0.5}])
     code = "import sys; from trl_qurl.cli import main\n"
     code += f"assert main(['report', {run!r}, '-o', {str(tmp_path / 'runs.svg')!r}]) == 0\n"
     code += "assert not {'torch', 'transformers', 'trl', 'vllm'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert "\n alone " in done.stdout
     assert (tmp_path / "runs.svg").stat().st_size
