@@ -28,7 +28,7 @@ setup: ## create or update .venv from the lock file of this machine's profile
 	@test -n "$(PYTHON)" || { echo "No Python 3.11, 3.12 or 3.13 on PATH. Install one, or pass its path: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11"; exit 1; }
 	@$(PYTHON) tools/setup_env.py --profile $(PROFILE)
 
-demo: setup ## train a tiny model on addition with quantized rollouts; prints before and after
+demo: setup ## train a tiny model on addition with quantized rollouts, beside a stored run in 16 bits
 	$(BIN)/trl-qurl demo --scheme $(SCHEME)
 
 demo-ppo: setup ## the same with a critic, then again with BF16 rollouts for comparison

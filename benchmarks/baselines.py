@@ -175,8 +175,8 @@ def measure_rival(directory: Path) -> Found:
 def measure_demo(directory: Path) -> Found:
     printed = run(*QURL, "demo", "--output-dir", directory / "demo")
     kl = [value for _, value in read_run(directory / "demo").series("mismatch/kl_k3")]
-    [accuracies] = re.findall(r"policy, expected\D+([\d.]+)\D+([\d.]+)", printed)
-    before, after = map(float, accuracies)
+    [accuracies] = re.findall(r"([\d.]+)% before and ([\d.]+)% after", printed)
+    before, after = (float(percent) / 100 for percent in accuracies)
     return {
         "demo_kl": 1e3 * statistics.median(kl),
         "demo_corrected": (after - before) / (1 - before),

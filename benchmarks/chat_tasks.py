@@ -6,9 +6,8 @@ Prompts bring a short system message, because the chat template's default makes 
 
 import re
 from collections.abc import Callable
+from itertools import product
 from typing import Any, NamedTuple
-
-from trl_qurl.lab.demo.chat import is_right, questions
 
 Messages = list[dict[str, str]]
 
@@ -34,12 +33,20 @@ class Task(NamedTuple):
 
 
 def arithmetic(held_out: bool) -> list[tuple[Messages, int]]:
-    """One-digit multiplication and addition: the questions of `trl-qurl demo --model`."""
+    """One-digit multiplication and addition, with digits from 2 to 9."""
     system = {"role": "system", "content": "You are an AI. Reply with the number only."}
-    return [
-        ([system, {"role": "user", "content": asked.text}], asked.answer)
-        for asked in questions(held_out)
-    ]
+    asked = []
+    for name, operation in {"times": int.__mul__, "plus": int.__add__}.items():
+        for a, b in product(range(2, 10), repeat=2):
+            if ((a + 3 * b) % 4 == 0) == held_out:
+                question = {"role": "user", "content": f"What is {a} {name} {b}?"}
+                asked.append(([system, question], operation(a, b)))
+    return asked
+
+
+def last_number(text: str, answer: int) -> float:
+    """Return 1 if the last number is the answer."""
+    return float(re.findall(r"\d+", text)[-1:] == [str(answer)])
 
 
 TOPICS = """\
@@ -113,7 +120,7 @@ TASKS = {
     "arithmetic": Task(
         learned=arithmetic(held_out=False),
         held_out=arithmetic(held_out=True),
-        reward=lambda text, answer: float(is_right(text, answer)),
+        reward=last_number,
         longest=16,
         learning_rate=1e-5,
     ),

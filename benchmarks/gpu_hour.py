@@ -36,7 +36,6 @@ from gpu_hour_report import publish, read_figures, write_atomically
 from provenance import ROOT, commit, provenance
 from trainers import TRL
 
-from trl_qurl.cli.options import check_model
 from trl_qurl.lab.processes import ChildFailure, last_lines, run_child
 
 PACKAGES = ("vllm", "peft", "matplotlib", "rich", "pytest")
@@ -67,19 +66,12 @@ class Part:
     memory_gb: float = 0.0
 
 
-def make_plan(rehearse: bool, model: str | None) -> list[Part]:
+def make_plan(rehearse: bool) -> list[Part]:
     """Return the parts in the order in which they run."""
     measured = ["--output", f"{FOLDER}/record.json", "--repeats", "1" if rehearse else "3"]
     if rehearse:
         measured += ["--engine-dtype", "float32"]
-    demo = [
-        "-m",
-        "trl_qurl",
-        "demo",
-        "--output-dir",
-        FOLDER,
-        *(["--model", model] if model else []),
-    ]
+    demo = ["-m", "trl_qurl", "demo", "--output-dir", FOLDER]
     if rehearse:
         demo += ["--rollouts", "10", "--required-share", "-1"]  # too few to learn anything
 
@@ -303,9 +295,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--minutes", type=float, default=40.0, help="time for all parts (default: %(default)g)"
     )
     parser.add_argument(
-        "--model", help="chat model that the last part trains (default: a tiny one from scratch)"
-    )
-    parser.add_argument(
         "--rehearse", action="store_true", help="tiny models, in float32 where there is a choice"
     )
     arguments = parser.parse_args(argv)
@@ -321,18 +310,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError(
                 f"Not installed: {', '.join(missing)}. Run `make setup`, and use .venv/bin/python."
             )
-        if arguments.model:
-            check_model(arguments.model)
-        record = open_record(
-            arguments.output, {"rehearsal": arguments.rehearse, "model": arguments.model}
-        )
+        record = open_record(arguments.output, {"rehearsal": arguments.rehearse})
         arguments.output.mkdir(parents=True, exist_ok=True)
         write_atomically(arguments.output / "results.json", json.dumps(record, indent=2))
     except (ValueError, OSError) as error:
         parser.error(str(error))
     try:
         run_plan(
-            make_plan(arguments.rehearse, arguments.model),
+            make_plan(arguments.rehearse),
             arguments.output.resolve(),
             arguments.minutes,
             record,

@@ -20,7 +20,7 @@ PICTURES = {
     "demo/demo.png": "The training run",
 }
 LEARNED = ("expected_accuracy", "reward")
-"""Metrics of the training run. Only the demo's own task has an exact accuracy."""
+"""Metrics of the training run."""
 
 Cell = dict[str, Any]
 

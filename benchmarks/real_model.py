@@ -57,6 +57,7 @@ ARMS: dict[str, dict[str, Any]] = {
     },
 }
 ROLLOUTS = 40
+UPDATES = 4  # per rollout, in every task
 
 
 def main() -> None:
@@ -118,8 +119,7 @@ def train(model: str, task_name: str, arm: str, seed: int, rollouts: int, output
     from benchmarks.chat_tasks import TASKS
     from benchmarks.objectives.one_run import write_short_log
     from benchmarks.provenance import provenance
-    from trl_qurl import QuRLGRPOTrainer
-    from trl_qurl.lab.demo.chat import build_chat_config
+    from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
     from trl_qurl.lab.device import keep_freed_memory
     from trl_qurl.lab.runs import read_run
     from trl_qurl.rollout import preparation
@@ -150,9 +150,8 @@ def train(model: str, task_name: str, arm: str, seed: int, rollouts: int, output
 
     found = provenance(torch.device("cpu"), measured="trl_qurl")
     with tempfile.TemporaryDirectory() as directory:
-        scheme = settings.pop("rollout_quantization")
         noise = seed + settings.pop(OTHER_SEEDS, 0)
-        config = build_chat_config(scheme, Path(directory), rollouts, noise, **settings)
+        config = QuRLGRPOConfig(directory, seed=noise, **training_settings(rollouts), **settings)
         prompts, answers = zip(*task.learned, strict=True)
         data = Dataset.from_dict({"prompt": list(prompts), "answer": list(answers)})
         trainer = QuRLGRPOTrainer(
@@ -179,11 +178,32 @@ def train(model: str, task_name: str, arm: str, seed: int, rollouts: int, output
         "arm": arm,
         "seed": seed,
         "task": task_name,
-        "rollout_quantization": scheme,
+        "rollout_quantization": settings["rollout_quantization"],
         **measured,
         **found,
     }
     write_short_log(kept, rows, place(output, arm, seed))
+
+
+def training_settings(rollouts: int) -> dict[str, Any]:
+    """Return what all arms share: four updates per rollout of 32 completions."""
+    from trl_qurl.lab.device import cpu_settings
+
+    return {
+        "num_generations": 8,
+        "steps_per_generation": UPDATES,
+        "per_device_train_batch_size": 32 // UPDATES,
+        "max_steps": rollouts * UPDATES,
+        "logging_steps": UPDATES,
+        "lr_scheduler_type": "constant",
+        "gradient_checkpointing": False,  # it only slows down small policies
+        "model_init_kwargs": {"dtype": "float32"},
+        **cpu_settings(),
+        "vllm_engine_kwargs": {"enforce_eager": True, "use_tqdm_on_load": False},
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
 
 
 def answer(trainer: Any, task: Any, sampled: bool) -> list[list[str]]:

@@ -6,12 +6,13 @@ python -m benchmarks.real_model_tables --picture docs/images/real-model.png
 
 import argparse
 import math
-from collections.abc import Callable, Iterable
-from operator import itemgetter
+from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean as mean
 from statistics import median
 from typing import Any
+
+import numpy as np
 
 from benchmarks.chat_tasks import TASKS
 from benchmarks.objectives.contrasts import holm, p_value
@@ -26,7 +27,8 @@ from benchmarks.objectives.summary import (
     stated,
     stated_difference,
 )
-from benchmarks.real_model import ARMS, RESULTS
+from benchmarks.real_model import ARMS, RESULTS, UPDATES
+from trl_qurl.lab.curves import Panel, Points, draw
 from trl_qurl.lab.runs import Run
 
 CONTRASTS = [
@@ -44,13 +46,12 @@ CONTRASTS = [
     ("int8_plain_quantized_ratio", "int8_plain_naive"),
 ]
 SHOWN = {
-    "bf16": ("16-bit rollouts", "#555555", "-"),
-    "bf16_again": ("the same, other seeds", "#999999", "--"),
-    "int8_acr": ("INT8, the default", "#0072B2", "-"),
-    "int8_plain_naive": ("INT8, neither smoothed nor corrected", "#E69F00", "--"),
-    "int8_plain_quantized_ratio": ("INT8, not smoothed, quantized_ratio", "#D55E00", "-."),
+    "bf16": "16-bit rollouts",
+    "bf16_again": "the same, other seeds",
+    "int8_acr": "INT8, the default",
+    "int8_plain_naive": "INT8, neither smoothed nor corrected",
+    "int8_plain_quantized_ratio": "INT8, not smoothed, quantized_ratio",
 }
-UPDATES = 4  # per rollout, in every task
 MEASURES: dict[str, Any] = {
     "reward, first 20": lambda run: mean(row["reward"] for row in rollouts(run)[:20]),
     "last ten": lambda run: mean(row["reward"] for row in rollouts(run)[-10:]),
@@ -77,7 +78,7 @@ def main() -> None:
     args = parser.parse_args()
     arms = read_arms(args.runs / args.task, list(ARMS))
     if args.picture:
-        draw(arms, args.picture, args.by_time)
+        draw_arms(arms, args.picture, args.by_time)
     else:
         print(arm_table(arms), contrast_table(arms), sep="\n\n")
 
@@ -164,53 +165,33 @@ def samples(arms: Arms, ours: str, theirs: str, measure: Callable[[Run], float])
     return [mean(values) for values in zip(*(values for values, _ in parts), strict=False)], []
 
 
-def draw(arms: Arms, path: Path, by_time: bool) -> None:
-    """Draw reward and KL, a line per arm: the mean of its seeds over five rollouts, by rollout and
-    by time.
-    """
-    import numpy as np
-    from matplotlib.figure import Figure
-
-    def curve(runs: Iterable[Run], value: Callable[[dict[str, Any]], float]) -> Any:
-        return np.mean([[value(row) for row in rollouts(run)] for run in runs], axis=0)
-
-    def smooth(values: Any) -> Any:
-        return np.convolve(values, np.ones(5) / 5, mode="valid")
-
+def draw_arms(arms: Arms, path: Path, by_time: bool) -> None:
+    """Draw reward and KL, a line per arm: the mean of its seeds, by rollout and by time."""
+    shown = {label: arms[arm].values() for arm, label in SHOWN.items() if arm in arms}
+    rewards = {label: [curve(run, "reward") for run in runs] for label, runs in shown.items()}
+    kl = {label: [curve(run, "mismatch/kl_k3") for run in runs] for label, runs in shown.items()}
     panels = [
-        ("reward", "Reward by rollout", "rollout", "mean of five rollouts"),
-        ("mismatch/kl_k3", "KL(engine ‖ policy)", "rollout", "nats per token"),
+        Panel("Reward by rollout", "mean of five rollouts", rewards),
+        Panel("KL(engine ‖ policy)", "nats per token", kl, logarithmic=True),
     ]
     if by_time:
-        panels.insert(1, ("reward", "Reward by time", "minutes", ""))
-    figure = Figure(figsize=(9.0 + 2 * by_time, 3.6), dpi=160, layout="constrained")
-    for axes, (metric, title, x, unit) in zip(figure.subplots(1, len(panels)), panels, strict=True):
-        for arm, (label, color, dashes) in SHOWN.items():
-            if runs := arms.get(arm, {}).values():
-                shown = smooth(curve(runs, itemgetter(metric)))
-                # The median rollout, because other work on the machine slowed down some.
-                each = (
-                    median(seconds(row) for run in runs for row in rollouts(run)) / 60
-                    if x == "minutes"
-                    else 1
-                )
-                spent = np.arange(1, len(shown) + 5) * each
-                axes.plot(spent[2:-2], shown, dashes, color=color, linewidth=2, label=label)
-        axes.set_title(title, loc="left", fontsize=11)
-        axes.set_xlabel(x)
-        axes.xaxis.get_major_locator().set_params(integer=True)
-        axes.set_ylabel(unit)
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-    for axes in figure.axes[:-1]:
-        axes.set_ylim(0, 1)
-    figure.axes[-1].set_yscale("log", subs=(2, 5))
-    figure.axes[-1].yaxis.set(major_formatter="{x:g}", minor_formatter="{x:g}")
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+        timed = {}
+        for label, runs in shown.items():
+            # The median rollout, because other work on the machine slowed down some.
+            minutes = median(seconds(row) for run in runs for row in rollouts(run)) / 60
+            timed[label] = [
+                Points(minutes * points.rollouts, points.values) for points in rewards[label]
+            ]
+        panels.insert(1, Panel("Reward by time", "", timed, x="minutes"))
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    draw(panels, path)
     print(path)
+
+
+def curve(run: Run, metric: str) -> Points:
+    """Return a metric by rollout. These short logs have no setting to count rollouts by."""
+    values = np.array([row[metric] for row in rollouts(run)])
+    return Points(np.arange(1.0, len(values) + 1), values)
 
 
 if __name__ == "__main__":

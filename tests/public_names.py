@@ -20,7 +20,6 @@ WITHOUT_ALL = {
         "rollout.mismatch",
         "trainers.run_log",
         "trainers.callbacks",
-        "lab.progress",
         "lab.runs",
     )
 }

@@ -1,14 +1,14 @@
-"""The demo without an engine: task, tokenizer, accuracy and the cached warm start."""
+"""The demo without an engine: task, accuracy, the cached warm start, and what it says."""
 
 import math
-import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from trl_qurl.lab.demo import evaluate, task, warm_start
-from trl_qurl.lab.demo.run import Measurement, find_shortfall
+from trl_qurl.lab.demo import evaluate, outcome, task, warm_start
+from trl_qurl.lab.runs import Run, read_run
 
 TINY = warm_start.WarmStartSettings(target=0.0, max_updates=2, evaluate_every=1, batch_size=4)
 
@@ -19,11 +19,10 @@ def tokenizer():
 
 
 def test_tokenizer_round_trip_through_disk(tokenizer, tmp_path):
-    from transformers import AutoConfig, AutoTokenizer, Qwen2Config
+    from transformers import AutoTokenizer, Qwen2Config
 
     Qwen2Config(vocab_size=task.VOCABULARY_SIZE).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    assert AutoConfig.from_pretrained(tmp_path).model_type == "qwen2"
     # as TRL and vLLM load it, beside a model's config
     loaded = AutoTokenizer.from_pretrained(tmp_path)
     for one in (tokenizer, loaded):
@@ -91,9 +90,7 @@ def test_teacher_forcing_agrees_with_sampling_token_by_token(tokenizer):
 def test_warm_start_is_cached_and_not_trained_again(tmp_path, monkeypatch, capsys):
     place = warm_start.cached_warm_start(TINY, tmp_path)
     # a target of 0 is reached at the first evaluation
-    start, line = capsys.readouterr().out.splitlines()
-    assert start.endswith("supervised training on right answers. Accuracy jumps near update 500.")
-    assert re.search(r"  Warm start, update 1: accuracy 0\.\d+$", line)
+    assert "\nWarm start, update 1: accuracy 0." in capsys.readouterr().out
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {
         path.name for path in place.iterdir()
     }
@@ -106,9 +103,59 @@ def test_warm_start_is_cached_and_not_trained_again(tmp_path, monkeypatch, capsy
         warm_start.cached_warm_start(replace(TINY, target=0.9), tmp_path)
 
 
-def test_shortfall_names_both_figures():
-    before, after = Measurement(0.47, 0.5, 0.5), Measurement(0.60, 0.7, 0.7)
-    stated = "0.470 to 0.600, which is 25% of its errors corrected; the demo requires at least 40%"
-    assert find_shortfall(before, after, 0.2) is None and stated in find_shortfall(
-        before, after, 0.4
-    )
+def run_of(accuracies, kl=0.0005, algorithm="GRPO", scheme="int8"):
+    """A run with an update per rollout, and these accuracies."""
+    settings = {"algorithm": algorithm, "rollout_quantization": scheme}
+    rows = [
+        {"step": step, outcome.ACCURACY: accuracy, outcome.KL: kl}
+        for step, accuracy in enumerate(accuracies, 1)
+    ]
+    return Run(Path(), settings, rows)
+
+
+def test_what_it_says(monkeypatch):
+    stored = run_of([0.5, 0.6, 0.9], scheme=None)
+    monkeypatch.setattr(outcome, "read_run", {outcome.STORED: stored}.get)
+    # Of short runs, the last half counts.
+    accuracy, mismatch, cost = outcome.sentences(run_of([0.5, 0.75]), 0.4)
+    assert "40.0% before and 75.0% after" in accuracy
+    assert "0.0005 nats" in mismatch and "no objective made a difference" in mismatch
+    assert "16-bit run solved 60.0%. INT8 ended 15.0 points above" in cost  # of the first two
+    _, mismatch, cost = outcome.sentences(run_of([0.5, 0.55, 0.85], kl=0.001, scheme="fp8"), 0.4)
+    assert "growth is a warning" in mismatch and "no objective" not in mismatch
+    assert "16-bit run solved 75.0%. FP8 ended 5.0 points below" in cost
+    assert "no 16-bit run of PPO" in outcome.sentences(run_of([0.5], algorithm="PPO"), 0.4)[2]
+    assert outcome.find_shortfall(run_of([0.6]), 0.47, 0.2) is None
+    shortfall = outcome.find_shortfall(run_of([0.6]), 0.47, 0.4)
+    assert "from 0.470 to 0.600" in shortfall and "25%" in shortfall and "40%" in shortfall
+
+
+def test_it_shows_the_answers_that_changed():
+    pytest.importorskip("rich")
+    problems = [task.Problem(100, 100 + n) for n in range(5)]
+    before = ["200", "9", "202", "9", "9"]
+    after = ["200", "201", "9", "8", "204"]
+    said, table = outcome.changed_answers(outcome.Outcome(None, 0.0, problems, before, after), 3)
+    assert [[*column.cells] for column in table.columns] == [
+        ["100 + 101", "100 + 102", "100 + 103"],
+        ["201", "202", "203"],
+        ["9", "202", "9"],
+        ["201", "9", "8"],
+    ]
+    assert said.startswith("4 of the actor's 5 greedy answers changed: 2 became right, 1 wrong")
+
+
+def test_the_picture_has_the_stored_run(monkeypatch):
+    drawn = []
+    monkeypatch.setattr(outcome, "draw", lambda panels, path: drawn.append(panels))
+    for algorithm in ("GRPO", "PPO"):
+        outcome.draw_outcome(run_of([0.5], algorithm=algorithm), Path())
+    (accuracy, kl), (alone, _) = drawn
+    stored = read_run(outcome.STORED)
+    assert len(stored.rows) == 120 and stored.settings["rollout_quantization"] is None
+    label, ours = accuracy.lines
+    for made in ("stored", stored.settings["date"], stored.settings["hardware"]):
+        assert made in label
+    assert stored.settings["commit"] in label
+    assert ours.startswith("INT8") and [*alone.lines] == [ours]
+    assert accuracy.unit and kl.unit == "nats per token" and kl.logarithmic

@@ -94,7 +94,7 @@ def test_less_important_parts_give_way(gpu_hour):
 @pytest.mark.parametrize("rehearse", [False, True])
 def test_the_plan_fits_and_its_options_exist(rehearse, gpu_hour, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    plan = gpu_hour.make_plan(rehearse, None)
+    plan = gpu_hour.make_plan(rehearse)
     assert gpu_hour.choose(plan, 40) == plan and len({part.name for part in plan}) == len(plan)
     assert max(part.minutes for part in plan) < 9, "a command may take ten minutes"
     sources = "".join(path.read_text() for path in BENCHMARKS.glob("*.py"))

@@ -151,16 +151,13 @@ def test_the_ppo_notebook(start, warm_python, monkeypatch):
     assert "<td>INT8</td>" in shown(notebook, 'evaluate("after INT8 rollouts"', "text/html")
 
 
-@pytest.mark.vllm
-@pytest.mark.xdist_group("colocated")
+@pytest.mark.xdist_group("notebooks")
 def test_the_notebook_that_explains_the_method(warm_python, tmp_path):
     pytest.importorskip("matplotlib")
     model = STORIES
     if not STORIES.exists():  # random weights that are spread enough for different continuations
         model = save_tiny(tmp_path / "model", initializer_range=0.15)
-    save_tiny(tmp_path / "chat model", CHAT_TEMPLATE, family="llama", max_position_embeddings=256)
     sizes = {"model": str(model), "continuations": 16, "tokens": 12}
-    sizes |= {"chat_model": "'chat model'", "rollouts": 1}
     notebook = execute("understanding_qurl.ipynb", tmp_path, sizes, warm_python)
 
     def figures(code: str, row: str) -> list[float]:
@@ -178,8 +175,6 @@ def test_the_notebook_that_explains_the_method(warm_python, tmp_path):
     _, adamw, descent = figures("gradient descent: lift", "s = 2")
     assert [adamw, descent] == pytest.approx([2, 4], rel=0.02)
     assert re.search(r"s = 2\.0 .* differ 0\.0000 %", shown(notebook, "scale_model_"))
-    # A chat model learns from an engine's rollouts.
-    assert shown(notebook, "trl_qurl demo", "image/png")
 
 
 @pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("*.ipynb")), ids=lambda path: path.stem)

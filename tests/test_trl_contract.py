@@ -123,8 +123,6 @@ vllm.entrypoints.openai.models.serving
     OpenAIServingModels.load_lora_adapter(request): engine/served.py replaces an adapter with it
 vllm.v1.engine.async_llm
     AsyncLLM.errored(): repairs/dead_engine.py ends requests by it
-vllm.v1.engine.detokenizer
-    IncrementalDetokenizer.num_output_tokens(): lab/live.py counts an answer's tokens with it
 vllm.v1.engine.llm_engine
     LLMEngine.reset_encoder_cache(): ColocatedEngine drops the features of images that old weights computed
 vllm.v1.worker.gpu_worker
@@ -203,16 +201,10 @@ vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel ScaledMMLinear
     config layer_param_names
 vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors CompressedTensorsConfig.__init__: RolloutWorker.starting_fingerprint
     config
-vllm.v1.engine.llm_engine LLMEngine.__init__: lab/live.py
-    output_processor
-vllm.v1.engine.output_processor RequestState.__init__: lab/live.py
-    detokenizer
 """
 """Modules with a definition and who relies on it, and below each, attributes that it assigns to."""
 
 SOURCE_TEXT = """
-vllm.v1.engine.output_processor OutputProcessor.__init__: lab/live.py reads it
-    self.request_states: dict[str, RequestState] = {}
 trl.generation.vllm_generation VLLMGeneration.generate: our generate counts the tokens of [1], without that sync's time
     once: return (prompt_ids, completion_ids, logprobs, logprob_token_ids)
     once: return

@@ -1,93 +1,71 @@
-"""Draw the figure of docs/metrics.md from logs in the repository: python tools/metrics_pictures.py
+"""Draw the pictures of docs/metrics.md and benchmarks/study.md: python tools/metrics_pictures.py
 
-It shows one healthy run and two sick ones from the study. Their final figures are printed in the
-form of the page's table, and tests/test_documentation.py compares the two.
+Both show runs whose logs are in the repository. The first has one healthy run and two sick ones,
+whose final figures are printed in the form of the page's table.
 """
 
 from pathlib import Path
-from typing import NamedTuple
 
-from matplotlib.figure import Figure
-
-from trl_qurl.lab.curves import final_value, points_of, smooth
-from trl_qurl.lab.runs import read_run
+from trl_qurl.lab.curves import Panel, draw, final_value, points_of
+from trl_qurl.lab.runs import Run, read_run
 
 ROOT = Path(__file__).resolve().parents[1]
-RUNS = ROOT / "benchmarks" / "objectives" / "runs" / "main"
-PICTURE = ROOT / "docs" / "images" / "metrics-healthy-and-sick.png"
-WINDOW = 9  # rollouts
+RUNS = ROOT / "benchmarks" / "objectives" / "runs"
+IMAGES = ROOT / "docs" / "images"
+
+SHOWN = {
+    "INT8, acr: healthy": "int8_acr-seed2",
+    "INT3, naive: sick behind a good reward": "int3_naive-seed2",
+    "INT3, quantized_ratio: collapses": "int3_quantized_ratio-seed2",
+}
+METRICS = {
+    "reward": ".2f",
+    "expected_accuracy": ".2f",
+    "mismatch/kl_k3": ".2g",
+    "mismatch/ratio_max": ".1f",
+    "policy/approx_kl": ".2g",
+    "clip_ratio/region_mean": ".2g",
+}
+LONG = {
+    "BF16": "bf16",
+    "INT3, naive": "int3_naive",
+    "INT3, decoupled": "int3_decoupled",
+    "INT3, tis": "int3_tis",
+    "INT3, acr": "int3_acr",
+    "INT3, acr, UAQ 1.5": "int3_acr_uaq",
+}
 
 
-class Shown(NamedTuple):
-    """A run, and the style of its lines, in colors by Okabe and Ito."""
-
-    file: str
-    label: str
-    color: str
-    dashes: str
+def read(file: str) -> Run:
+    """Read the short log of a run."""
+    return read_run(RUNS / f"{file}.jsonl.gz")
 
 
-class Panel(NamedTuple):
-    """A metric, and how it is drawn and printed."""
-
-    metric: str
-    title: str
-    logarithmic: bool
-    printed: str
-
-
-SHOWN = (
-    Shown("int8_acr-seed2", "INT8, acr: healthy", "#0072B2", "-"),
-    Shown("int3_naive-seed2", "INT3, naive: sick behind a good reward", "#E69F00", "--"),
-    Shown("int3_quantized_ratio-seed2", "INT3, quantized_ratio: collapses", "#D55E00", "-."),
-)
-PANELS = (
-    Panel("reward", "reward (the quantized actor's)", False, ".2f"),
-    Panel("expected_accuracy", "accuracy of the policy", False, ".2f"),
-    Panel("mismatch/kl_k3", "mismatch/kl_k3", True, ".2g"),
-    Panel("mismatch/ratio_max", "mismatch/ratio_max", True, ".1f"),
-    Panel("policy/approx_kl", "policy/approx_kl", True, ".2g"),
-    Panel("clip_ratio/region_mean", "clip_ratio/region_mean", False, ".2g"),
-)
+def draw_metrics() -> None:
+    """Print the figures of the page's table, and draw a panel per metric."""
+    runs = {label: read(f"main/{file}") for label, file in SHOWN.items()}
+    panels = []
+    for metric, printed in METRICS.items():
+        points = {label: points_of(run, metric) for label, run in runs.items()}
+        print(metric, *(format(final_value(each), printed) for each in points.values()), sep=" | ")
+        lines = {label: [each] for label, each in points.items()}
+        spread = metric.startswith(("mismatch/", "policy/"))  # over orders of magnitude
+        panels.append(Panel(metric, "mean of five rollouts", lines, logarithmic=spread))
+    draw(panels, IMAGES / "metrics-healthy-and-sick.png")
 
 
-def figures() -> dict[str, list[str]]:
-    """By metric, each run's mean over its last 20 rollouts as the page prints it."""
-    runs = [read_run(RUNS / f"{shown.file}.jsonl.gz") for shown in SHOWN]
-    printed = {}
-    for panel in PANELS:
-        values = [final_value(points_of(run, panel.metric)) or 0.0 for run in runs]
-        printed[panel.metric] = [format(value, panel.printed) for value in values]
-    return printed
-
-
-def draw() -> Figure:
-    """Six panels in two columns, readable on a phone."""
-    figure = Figure(figsize=(6.0, 7.4), dpi=160, layout="constrained")
-    all_axes = figure.subplots(3, 2).ravel()
-    for axes, panel in zip(all_axes, PANELS, strict=True):
-        for shown in SHOWN:
-            points = points_of(read_run(RUNS / f"{shown.file}.jsonl.gz"), panel.metric)
-            line = smooth(points, WINDOW)
-            color = shown.color
-            axes.plot(*points, color=color, alpha=0.25, linewidth=0.7)
-            axes.plot(*line, shown.dashes, color=color, linewidth=1.8, label=shown.label)
-        axes.set_title(panel.title, fontsize=11, loc="left")
-        axes.set_xlabel("rollout", fontsize=10)
-        axes.tick_params(labelsize=10)
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-        if panel.logarithmic:
-            axes.set_yscale("log")
-        else:
-            axes.set_ylim(bottom=0)
-    handles, labels = all_axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", fontsize=10.5, frameon=False)
-    return figure
+def draw_long_runs() -> None:
+    """Draw the accuracy of the runs with 450 rollouts, the mean of three seeds."""
+    lines = {
+        label: [
+            points_of(read(f"long/{name}-seed{seed}"), "expected_accuracy") for seed in range(3)
+        ]
+        for label, name in LONG.items()
+    }
+    panel = Panel("Accuracy of the policy on held-out sums", "mean of three seeds", lines)
+    draw([panel], IMAGES / "objectives-long-accuracy.png")
 
 
 if __name__ == "__main__":
-    for metric, values in figures().items():
-        print(metric, *values, sep=" | ")
-    draw().savefig(PICTURE)
-    print(PICTURE)
+    draw_metrics()
+    draw_long_runs()

@@ -1,4 +1,4 @@
-"""Metrics of a run over rollouts.
+"""Metrics of runs over rollouts, and the function that draws them.
 
 Rollouts are counted instead of optimizer steps, so runs with different numbers of updates per
 rollout are comparable.
@@ -7,12 +7,17 @@ rollout are comparable.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from trl_qurl.lab.runs import Run
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 Values = NDArray[np.float64]
 
@@ -22,61 +27,88 @@ FINAL_ROLLOUTS = 20
 # Okabe and Ito's colors, except for yellow: it is too light for a line. Dashes are for print and
 # color-blind readers.
 COLORS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-DASHES = (
-    "-",
-    (0, (5, 1.5)),
-    (0, (1.2, 1.2)),
-    (0, (6, 1.5, 1.2, 1.5)),
-    (0, (3, 1, 1, 1, 1, 1)),
-)
+DASHES = ("-", "--", ":", "-.")
 
 
 class Points(NamedTuple):
-    """Finite values of a metric; both (N,), rollouts ascending."""
+    """Values of a metric; both (N,), rollouts ascending."""
 
     rollouts: Values
     values: Values
 
 
+class Panel(NamedTuple):
+    """A part of a picture."""
+
+    title: str
+    unit: str  # of the y axis
+    lines: Mapping[str, Sequence[Points]]  # by label: a run, or several, whose mean is drawn
+    logarithmic: bool = False
+    x: str = "rollout"  # what the x axis counts
+
+
 def points_of(run: Run, metric: str) -> Points:
-    """Return the finite values of a metric over rollouts.
+    """Return a metric over rollouts.
 
     A row from within a rollout counts for that rollout.
     """
     updates = run.settings.get("updates_per_rollout") or 1
-    logged = [
-        (math.ceil(step / updates), value)
-        for step, value in run.series(metric)
-        if math.isfinite(value)
-    ]
+    logged = [(math.ceil(step / updates), value) for step, value in run.series(metric)]
     columns = np.array(logged, dtype=np.float64).reshape(-1, 2).T
     return Points(*columns)
 
 
 def final_value(points: Points, window: int = FINAL_ROLLOUTS) -> float | None:
-    """Average the metric over the `window` rollouts up to its last logged value."""
-    values = points.values[points.rollouts > max(points.rollouts, default=0) - window]
+    """Average the metric over the last `window` rollouts, or the last half of a short run."""
+    last = max(points.rollouts, default=0)
+    values = points.values[points.rollouts > last - min(window, last / 2)]
     return float(values.mean()) if values.size else None
 
 
-def interval(points: Points, answers: Points) -> tuple[Values, Values]:
-    """Return the ends of Wilson's 95 % intervals of shares of right answers.
-
-    `answers` has the number of answers at each point.
-    """
-    z2 = 1.96**2
-    n = np.interp(points.rollouts, answers.rollouts, answers.values)
-    share = points.values
-    scale = 1 + z2 / n
-    center = share + z2 / (2 * n)
-    half = np.sqrt(z2 * (share * (1 - share) + z2 / (4 * n)) / n)
-    return (center - half) / scale, (center + half) / scale
-
-
-def smooth(points: Points, window: float) -> Points:
-    """Average each value with those within (window − 1) / 2 rollouts.
-
-    Single rollouts are noisy.
-    """
-    near = np.abs(points.rollouts[:, None] - points.rollouts) <= (window - 1) / 2  # (N, N)
+def smooth(points: Points) -> Points:
+    """Average over five rollouts: each value with those of two on either side."""
+    near = np.abs(points.rollouts[:, None] - points.rollouts) <= 2  # (N, N)
     return Points(points.rollouts, near @ points.values / near.sum(1))
+
+
+def draw(panels: Sequence[Panel], path: Path) -> None:
+    """Draw panels in two columns, in the format of the path's suffix.
+
+    If their number is odd, the last is as wide as two.
+    """
+    from matplotlib.figure import Figure
+
+    last = len(panels) - 1
+    places = [[left, min(left + 1, last)] for left in range(0, len(panels), 2)]
+    height = 3 * len(places) + 0.25 * len(panels[0].lines)
+    figure = Figure(figsize=(8, height), layout="constrained")
+    axes: dict[int, Axes] = figure.subplot_mosaic(places)
+    for place, panel in enumerate(panels):
+        _draw_panel(axes[place], panel)
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower left", frameon=False, handlelength=3.2)
+    figure.savefig(path, dpi=150)
+
+
+def _draw_panel(axes: Axes, panel: Panel) -> None:
+    for number, (label, runs) in enumerate(panel.lines.items()):
+        lines = [smooth(points) for points in runs if points.values.size]
+        if not lines:  # the metric of another trainer
+            continue
+        rollouts = lines[0].rollouts
+        values = np.mean([np.interp(rollouts, *line) for line in lines], axis=0)  # (N,)
+        axes.plot(
+            rollouts,
+            values,
+            color=COLORS[number % len(COLORS)],
+            linestyle=DASHES[number % len(DASHES)],
+            marker="" if len(rollouts) > 1 else "o",  # a point makes no line
+            label=label,
+        )
+    axes.set_title(panel.title, loc="left", fontweight="bold")
+    axes.set(xlabel=panel.x, ylabel=panel.unit)
+    axes.grid(alpha=0.3)
+    axes.locator_params(axis="x", integer=True)
+    if panel.logarithmic:
+        axes.set_yscale("log", subs=(2, 5))
+    axes.yaxis.set(major_formatter="{x:g}", minor_formatter="{x:g}")

@@ -7,9 +7,12 @@ the targets of `report_to`.
 from __future__ import annotations
 
 import math
-import sys
+import threading
 import time
-from collections.abc import Mapping
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import datetime, timedelta
 from typing import Any
 
 from transformers import (
@@ -23,8 +26,25 @@ from transformers import (
 )
 
 from trl_qurl.config import QuantizedRolloutsConfig, QuRLGRPOConfig, QuRLRLOOConfig
-from trl_qurl.lab.live import CLEAR, step_line
 from trl_qurl.quantization.plan import format_name
+
+__all__ = ["StepLineCallback", "use_step_lines"]
+
+METRICS = {
+    "expected_accuracy": "accuracy {:.3f}",  # logged by the demo
+    "reward": "reward {:.3f}",
+    "mismatch/kl_k3": "KL {:.1e}",
+    "critic/explained_variance": "critic {:z.2f}",
+    "clip_ratio/region_mean": "clip {:.1%}",
+    "completions/mean_length": "length {:.0f}",
+    "completions/clipped_ratio": "cut {:.0%}",
+    "throughput/generated_tokens_per_s": "{:.0f} tok/s",
+}
+"""Metrics of a line, with their formats."""
+
+ALARMS = ("loss", "grad_norm")  # shown only if they are not finite, which indicates a fault
+
+LONG_STEP_S = 60.0
 
 
 class StepLineCallback(TrainerCallback):
@@ -34,7 +54,6 @@ class StepLineCallback(TrainerCallback):
         # Other callbacks may log as training begins, before this one's turn.
         self._started = 0.0
         self._first_step = 0
-        self._widths: dict[str, int] = {}
 
     def on_train_begin(
         self,
@@ -46,7 +65,6 @@ class StepLineCallback(TrainerCallback):
         """Print the plan of the run and start the clock."""
         self._started = time.monotonic()
         self._first_step = state.global_step
-        self._widths = {}
         # Configs of other trainers have no objective.
         is_ours = isinstance(args, QuRLGRPOConfig | QuRLRLOOConfig)
         if state.is_world_process_zero and is_ours:
@@ -69,10 +87,7 @@ class StepLineCallback(TrainerCallback):
         step_s = None
         if done >= max(1, updates):
             step_s = (time.monotonic() - self._started) / done
-        line = step_line(logs, state.global_step, state.max_steps, step_s, self._widths)
-        if sys.stdout.isatty():
-            line = CLEAR + line
-        print(line, flush=True)
+        print(step_line(logs, state.global_step, state.max_steps, step_s), flush=True)
 
 
 def use_step_lines(trainer: Trainer) -> None:
@@ -91,6 +106,74 @@ def use_step_lines(trainer: Trainer) -> None:
             trainer.add_callback(StepLineCallback())
 
 
+@contextmanager
+def live_line(trainer: Trainer) -> Iterator[None]:
+    """While the block runs, say once a minute which step has not ended since the last time.
+
+    Args:
+        trainer: A trainer with rollouts in vLLM.
+    """
+    ended = threading.Event()
+    thread = threading.Thread(target=_watch, args=(weakref.proxy(trainer), ended), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _watch(trainer: Any, ended: threading.Event) -> None:
+    step = -1
+    while not ended.wait(LONG_STEP_S) and trainer.is_world_process_zero():
+        state = trainer.state
+        if state.global_step == step:
+            line = f"{datetime.now():%Y-%m-%d %H:%M:%S}  step {step + 1}/{state.max_steps}"
+            llm = getattr(trainer.vllm_generation, "llm", None)  # a server has none
+            unfinished = llm.llm_engine.get_num_unfinished_requests() if llm else 0
+            if unfinished:
+                line += f": {unfinished} answers are not complete yet"
+            print(line, flush=True)
+        step = state.global_step
+
+
+def step_line(logs: Mapping[str, Any], step: int, steps: int, step_s: float | None = None) -> str:
+    """Format a logged row as one line, with `METRICS` and the pace.
+
+    A row without any of `METRICS` is shown with all its numbers.
+
+    Args:
+        logs: The row.
+        step: Number of steps that are done.
+        steps: Number of steps of the run.
+        step_s: Seconds of each, if known.
+    """
+    if "train_runtime" in logs:
+        return f"{step}/{steps}  trained for {_clock(logs['train_runtime'])}"
+    fields = [f"{step:>{len(str(steps))}}/{steps}" if steps else "before training"]
+    numbers = {
+        name: value
+        for name, value in logs.items()
+        if isinstance(value, int | float) and name != "epoch"
+    }
+    for name in ALARMS:
+        if not math.isfinite(numbers.get(name, 0.0)):
+            fields.append(f"{name} {numbers[name]}")
+    if any(name.startswith("eval_") for name in numbers):
+        fields.append("eval")
+    numbers = {name.removeprefix("eval_"): value for name, value in numbers.items()}
+    known = [form.format(numbers[name]) for name, form in METRICS.items() if name in numbers]
+    fields += known or [f"{name} {value:.5g}" for name, value in numbers.items()]
+    if "loss" in logs and step_s is not None:  # a step, and no evaluation
+        left = step_s * (steps - step)
+        fields += [f"{step_s:.3g} s/step", f"left {_clock(left)}"]
+    return "  ".join(fields)
+
+
+def _clock(seconds: float) -> timedelta:
+    return timedelta(seconds=round(seconds))
+
+
 def _plan(args: QuRLGRPOConfig | QuRLRLOOConfig, steps: int) -> str:
     """Summarize a run in one line, from its config and its number of optimizer steps."""
     formats = args.rollout_quantization
@@ -101,12 +184,7 @@ def _plan(args: QuRLGRPOConfig | QuRLRLOOConfig, steps: int) -> str:
     number = math.ceil(steps / updates)
     rollouts = f"{number} {name} {'rollout' if number == 1 else 'rollouts'}"
     size = f"{answers} answers ({questions} questions x {args.num_generations})"
-    plan = (
+    return (
         f"{steps} steps: {rollouts} of {size}, up to {args.max_completion_length} tokens, "
         f"{updates:g} updates each ({args.objective})"
     )
-    if args.lr_scheduler_type != "constant":
-        warmup = args.get_warmup_steps(steps)
-        if warmup:
-            plan += f"; the learning rate rises for {warmup} steps"
-    return plan

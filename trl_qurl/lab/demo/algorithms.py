@@ -19,14 +19,18 @@ if TYPE_CHECKING:
 
 ALGORITHMS = ("grpo", "ppo", "rloo")
 
-UPDATES_PER_ROLLOUT = 4
+UPDATES_PER_ROLLOUT = 4  # so that clipping matters
 
 
-def shared_settings(
-    scheme: str | None, output_dir: Path, rollouts: int, seed: int
-) -> dict[str, Any]:
-    """Return the settings of both demos, with four updates per rollout so clipping matters."""
-    return {
+def build_config(
+    algorithm: str, scheme: str | None, output_dir: Path, rollouts: int, seed: int, **changed: Any
+) -> Config:
+    """Build the settings for reinforcement learning; `changed` overrides some, for studies."""
+    import torch
+
+    import trl_qurl
+
+    settings: dict[str, Any] = {
         "output_dir": str(output_dir),
         "rollout_quantization": scheme,
         "num_generations": 8,
@@ -40,19 +44,6 @@ def shared_settings(
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,
-    }
-
-
-def build_config(
-    algorithm: str, scheme: str | None, output_dir: Path, rollouts: int, seed: int, **changed: Any
-) -> Config:
-    """Build the settings for reinforcement learning; `changed` overrides some, for studies."""
-    import torch
-
-    import trl_qurl
-
-    settings: dict[str, Any] = {
-        **shared_settings(scheme, output_dir, rollouts, seed),
         "objective": "tis" if algorithm == "rloo" else "acr",
         "per_device_train_batch_size": 64,
         "max_completion_length": 5,
@@ -60,7 +51,8 @@ def build_config(
         "lr_scheduler_type": "constant_with_warmup",
         "warmup_steps": 20,
         "vllm_max_model_length": 32,
-        "vllm_engine_kwargs": {"enforce_eager": True},  # compiling takes longer than it saves here
+        # Compiling takes longer than it saves here.
+        "vllm_engine_kwargs": {"enforce_eager": True, "use_tqdm_on_load": False},
         "bf16": False,  # mixed precision only slows down such a small policy
         "use_cpu": not torch.cuda.is_available(),
     }

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from trl_qurl.lab.demo.task import PROMPT_TOKENS, exact_match
+from trl_qurl.lab.demo.task import PROMPT_TOKENS
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from trl_qurl.rollout.backend import QuantizedVLLMGeneration
+    from trl_qurl.lab.demo.algorithms import Trainer
 
 
 class Accuracy(NamedTuple):
@@ -56,13 +56,12 @@ def measure_policy(model: PreTrainedModel, problem_ids: Tensor) -> Accuracy:
     return score_answers(logits[:, PROMPT_TOKENS - 1 : -1], ids[:, PROMPT_TOKENS:])
 
 
-def measure_actor(generation: QuantizedVLLMGeneration, problem_ids: Tensor) -> float:
-    """Sync the weights and measure the greedy accuracy of the rollout actor in the engine."""
+def answers_of_actor(trainer: Trainer, problem_ids: Tensor) -> list[str]:
+    """Sync the weights, and return the rollout actor's greedy answers, as people write them."""
     from trl_qurl.lab.evaluation.callback import complete_greedily
 
     prompts = problem_ids[:, :PROMPT_TOKENS].tolist()
-    answers = problem_ids[:, PROMPT_TOKENS:].tolist()
-    generation.sync_weights()
-    completions = complete_greedily(generation, prompts)
-    rewards = exact_match(completions, answers)
-    return sum(rewards) / len(rewards)
+    trainer.vllm_generation.sync_weights()
+    completions = complete_greedily(trainer.vllm_generation, prompts)
+    texts = trainer.processing_class.batch_decode(completions, skip_special_tokens=True)
+    return [text[::-1].removeprefix("0") for text in texts]  # units come first

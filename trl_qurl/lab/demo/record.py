@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainerCallback
 
 from trl_qurl.lab.demo.evaluate import measure_policy
-from trl_qurl.lab.live import step_line
+from trl_qurl.lab.progress import step_line
 from trl_qurl.trainers.run_log import RUN_LOG, append_row
 
 if TYPE_CHECKING:
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainerControl, TrainerState, TrainingArguments
 
 Row = dict[str, Any]
+
+PRINTED = ("expected_accuracy", "reward", "mismatch/kl_k3")
 
 
 class RolloutRecorder(TrainerCallback):
@@ -44,9 +46,11 @@ class RolloutRecorder(TrainerCallback):
         """Measure the policy and add it to the run's log; TRL logs once per rollout."""
         if "reward" not in logs:  # the summary at the end of training
             return
-        metrics = self.measure(model) | {"held_out_answers": len(self.problem_ids)}
+        metrics = self.measure(model)
         # The trainer has already written its own row for this step.
         append_row(Path(args.output_dir or ".") / RUN_LOG, {"step": state.global_step, **metrics})
         self._done += 1
         if self._done % 10 == 0:
-            print("rollout", step_line({**metrics, **logs}, self._done, self._rollouts), flush=True)
+            row = {**metrics, **logs}
+            printed = {name: row[name] for name in PRINTED}
+            print("rollout", step_line(printed, self._done, self._rollouts), flush=True)

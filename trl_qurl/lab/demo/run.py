@@ -1,19 +1,16 @@
-"""The whole demo: warm start, measure, train with quantized rollouts, measure again, plot."""
+"""The whole demo: warm start, measure, train with quantized rollouts, measure again."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from trl_qurl.lab.comparison import new_table
+from trl_qurl.lab.comparison import label
 from trl_qurl.lab.demo.algorithms import build_config, build_trainer
 from trl_qurl.lab.processes import ENGINE_ENVIRONMENT
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from torch import Tensor
-
-    from trl_qurl.lab.demo.algorithms import Trainer
+    from trl_qurl.lab.demo.outcome import Outcome
 
 HELD_OUT_PROBLEMS = 512
 
@@ -23,47 +20,33 @@ ENVIRONMENT = {
 }
 
 
-class Measurement(NamedTuple):
-    """Accuracies on 512 held-out problems."""
-
-    expected: float  # full-precision policy, sampling: exact, no noise
-    greedy: float  # full-precision policy, greedy decoding
-    actor_greedy: float  # rollout actor, greedy decoding in the engine
-
-
 def run_demo(
-    scheme: str | None,
-    output_dir: Path,
-    rollouts: int,
-    required_share: float,
-    seed: int,
-    algorithm: str,
-) -> str | None:
-    """Warm-start, train and measure; print a table, and write `run.jsonl` to `output_dir`.
+    scheme: str | None, output_dir: Path, rollouts: int, seed: int, algorithm: str
+) -> Outcome:
+    """Warm-start, train and measure, and write `run.jsonl` to `output_dir`.
 
-    The arguments are the options of `trl-qurl demo`; `scheme` is `None` for BF16 rollouts. Returns
-    why the demo failed, in one sentence, or `None`.
+    The arguments are the options of `trl-qurl demo`; `scheme` is `None` for 16-bit rollouts.
     """
-    from rich.console import Console
-
+    from trl_qurl.lab.demo.evaluate import answers_of_actor, measure_policy
+    from trl_qurl.lab.demo.outcome import Outcome
     from trl_qurl.lab.demo.record import RolloutRecorder
     from trl_qurl.lab.demo.task import build_tokenizer, encode_problems, sample_problems
+    from trl_qurl.lab.runs import read_run
 
-    console = Console()
-    name = scheme.upper() if scheme else "BF16"
     # This rejects a bad scheme before the warm start.
     config = build_config(algorithm, scheme, output_dir, rollouts, seed)
     policy_dir = prepare_policy()
     problems = sample_problems(HELD_OUT_PROBLEMS, seed=0, held_out=True)
     held_out = encode_problems(problems, build_tokenizer())
-    console.print(f"Starting vLLM with the {name} actor")
+    name = label(scheme or "none")
+    print(f"Starting vLLM: its rollouts compute with {name}, the policy learns with 32 bits")
     trainer = build_trainer(policy_dir, config)
-    before = measure(trainer, held_out)
+    accuracy = measure_policy(trainer.model, held_out).expected
+    before = answers_of_actor(trainer, held_out)
     trainer.add_callback(RolloutRecorder(held_out, rollouts))
     trainer.train()
-    after = measure(trainer, held_out)
-    print_table(before, after, name, console)
-    return find_shortfall(before, after, required_share)
+    after = answers_of_actor(trainer, held_out)
+    return Outcome(read_run(output_dir), accuracy, problems, before, after)
 
 
 def prepare_policy() -> Path:
@@ -74,39 +57,3 @@ def prepare_policy() -> Path:
     policy_dir = cached_warm_start(WarmStartSettings(), cache_directory())
     print(f"Warm-started policy: {policy_dir}")
     return policy_dir
-
-
-def measure(trainer: Trainer, problem_ids: Tensor) -> Measurement:
-    """Measure the current policy and its actor on encoded problems of shape (B, P + A)."""
-    from trl_qurl.lab.demo.evaluate import measure_actor, measure_policy
-
-    policy = measure_policy(trainer.model, problem_ids)
-    return Measurement(*policy, actor_greedy=measure_actor(trainer.vllm_generation, problem_ids))
-
-
-def print_table(before: Measurement, after: Measurement, name: str, console: Console) -> None:
-    """Print the accuracies before and after training."""
-    table = new_table(
-        f"{HELD_OUT_PROBLEMS} held-out additions", "", ["accuracy"], ("before", "after", "change")
-    )
-    labels = (
-        "full-precision policy, expected",
-        "full-precision policy, greedy",
-        f"{name} actor, greedy",
-    )
-    for label, old, new in zip(labels, before, after, strict=True):
-        table.add_row(label, f"{old:.3f}", f"{new:.3f}", f"{new - old:+.3f}")
-    console.print(table)
-
-
-def find_shortfall(before: Measurement, after: Measurement, required_share: float) -> str | None:
-    """Explain in one sentence why the policy did not learn enough; return `None` if it did."""
-    # Warm starts end at different accuracies on different CPUs, so a share of the errors is judged.
-    share = (after.expected - before.expected) / (1 - before.expected)
-    if share >= required_share:
-        return None
-    return (
-        f"the expected accuracy of the full-precision policy went from {before.expected:.3f} to "
-        f"{after.expected:.3f}, which is {share:.0%} of its errors corrected; the demo requires at "
-        f"least {required_share:.0%}."
-    )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -61,8 +60,6 @@ def train_warm_start(
     """Train on fresh problems until the expected accuracy on held-out ones reaches the target."""
     import torch
 
-    from trl_qurl.lab.live import show_in_place
-
     print(
         "Warm start, once: supervised training on right answers. Accuracy jumps near update 500.",
         flush=True,
@@ -88,8 +85,8 @@ def train_warm_start(
         if update % settings.evaluate_every == 0:
             accuracy = evaluate.measure_policy(policy, held_out).expected
             is_done = accuracy >= settings.target
-            if sys.stdout.isatty() or update % 100 == 0 or is_done:
-                show_in_place(f"Warm start, update {update}: accuracy {accuracy:.3f}", is_done)
+            if update % 100 == 0 or is_done:
+                print(f"Warm start, update {update}: accuracy {accuracy:.3f}", flush=True)
             if is_done:
                 return policy
     raise ValueError(

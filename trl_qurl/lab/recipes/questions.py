@@ -195,7 +195,7 @@ def learn(trainer: Trainer, checkpoint: Path | None) -> None:
     """Train; after Ctrl-C, name the latest checkpoint, and after a fault in a reward function its
     place.
     """
-    from trl_qurl.lab.live import live_line
+    from trl_qurl.lab.progress import live_line
 
     try:
         with live_line(trainer):
