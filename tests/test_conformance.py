@@ -245,8 +245,11 @@ def test_rloo_and_ppo(name, mismatch, shared):
     right, length = rollout["rewards/right/mean"], rollout["rewards/length/mean"]
     assert rollout["reward"] == pytest.approx(right + 0.5 * length, abs=1e-5)
     assert any("eval_reward" in row for row in record["history"])
-    assert "kl" in rollout or updates[-1]["kl"] > 0
-    assert record.get("steps", 2) == 2
+    if name == "ppo":
+        assert updates[-1]["kl"] > 0
+    else:
+        assert "kl" in rollout
+        assert record["steps"] == 2
 
 
 @in_an_engine
