@@ -310,12 +310,16 @@ def kill_group(leader: subprocess.Popen) -> None:
 @pytest.fixture(scope="session")
 def train(run_scenario) -> Callable[..., list[Any]]:
     """Run tests/scenarios/train.py once for each list of arguments, in one process (or group of
-    them); the records.
+    them); the records. A dictionary among the arguments is a config.
     """
 
     def run(*runs: list, processes: int = 1) -> list[Any]:
-        arguments = runs[0] + [part for further in runs[1:] for part in ["--and", *further]]
-        return run_scenario("train.py", *arguments, processes=processes)
+        arguments: list[object] = []
+        for parts in runs:
+            for part in ["--and", *parts]:
+                is_config = isinstance(part, dict)
+                arguments += ["--config", json.dumps(part)] if is_config else [part]
+        return run_scenario("train.py", *arguments[1:], processes=processes)
 
     return run
 

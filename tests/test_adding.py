@@ -2,16 +2,14 @@
 test_trainers.py).
 """
 
-import ast
 import json
 import os
-import re
 from pathlib import Path
 
 import pytest
 from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 from conftest import FORGET_OURS, completed, needs_trl_1_16
-from documents import ROOT, blocks, extension_examples, rows
+from documents import ROOT, blocks, extension_examples
 from safetensors.torch import load_file
 from tiny import save_tiny, stream_of, tiny_model
 
@@ -31,15 +29,16 @@ model, directory = sys.argv[1:]
 assert cli.main(["quantize", model, f"{directory}/command", "--scheme", "w6a16"]) == 0
 write_checkpoint(AutoModelForCausalLM.from_pretrained(model), None, "w6a16", f"{directory}/function")
 config = QuRLGRPOConfig(f"{directory}/run", rollout_quantization="w6a16", use_cpu=True, bf16=False, report_to=[])
-print(json.dumps({"name": config.rollout_quantization}))
+print(json.dumps(config.rollout_quantization))
 """
 
 
 USE_THE_REGISTERED = """
+import json
 from trl_qurl import QuRLGRPOConfig
 
 config = QuRLGRPOConfig("run", rollout_quantization="w6a16", use_cpu=True, bf16=False, report_to=[])
-print(config.rollout_quantization)
+print(json.dumps(config.rollout_quantization))
 """
 
 
@@ -113,40 +112,43 @@ def test_a_trainer_of_trls_that_is_not_of_groups(warm_python, tmp_path):
     assert "The algorithm is Distillation." in (tmp_path / "run" / "README.md").read_text()
 
 
-def beside(directory):
-    """A path with this package and the modules of a directory."""
-    return f"{directory}{os.pathsep}{ROOT}"
+@pytest.fixture
+def run(warm_python, tmp_path):
+    """Run a program beside this package and the modules of a directory; its last line."""
+
+    def run(program, *arguments):
+        path = f"{tmp_path}{os.pathsep}{ROOT}"
+        done = completed(warm_python, "-c", program, *arguments, cwd=tmp_path, PYTHONPATH=path)
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return run
 
 
-def test_an_objective_of_another_package(warm_python, tmp_path):
+needs_w6a16 = pytest.mark.skipif(
+    "W6A16" not in PRESET_SCHEMES, reason="needs compressed-tensors 0.19"
+)
+
+
+def test_an_objective_of_another_package(run, tmp_path):
     """Training with it, and its model card: tests/test_trainers.py."""
     (tmp_path / "made_up.py").write_text(EXAMPLES["objective"])
-    done = completed(
-        warm_python, "-c", USE_THE_OBJECTIVE, cwd=tmp_path, PYTHONPATH=beside(tmp_path)
-    )
-    terms = json.loads(done.stdout.splitlines()[-1])
+    terms = run(USE_THE_OBJECTIVE)
     assert terms["old_logps"] == [[-1.0, -2.5]], "the quantized policy is below the ratio"
     assert terms["weight"] == [[1.0, 2.0]], "of e^2 = 7.39 the cap leaves 2"
 
 
-def test_a_scheme_that_is_registered(warm_python, tmp_path):
-    if "W6A16" not in PRESET_SCHEMES:
-        pytest.skip("needs compressed-tensors 0.19")
+@needs_w6a16
+def test_a_scheme_that_is_registered(run, tmp_path):
     (tmp_path / "my_package.py").write_text(EXAMPLES["scheme"])
-    code = EXAMPLES["registration"] + USE_THE_REGISTERED
-    done = completed(warm_python, "-c", code, cwd=tmp_path, PYTHONPATH=beside(tmp_path))
-    assert done.stdout.splitlines()[-1] == "w6a16"
+    assert run(EXAMPLES["registration"] + USE_THE_REGISTERED) == "w6a16"
 
 
-def test_a_scheme_of_another_package(warm_python, tmp_path):
-    if "W6A16" not in PRESET_SCHEMES:
-        pytest.skip("needs compressed-tensors 0.19")
+@needs_w6a16
+def test_a_scheme_of_another_package(run, tmp_path):
     [entry_points] = blocks(PAGE, "ini")
     install(tmp_path, "my_package", EXAMPLES["scheme"], entry_points.code)
     save_tiny(tmp_path / "model")
-    arguments = FORGET_OURS + USE_IT, tmp_path / "model", tmp_path
-    done = completed(warm_python, "-c", *arguments, PYTHONPATH=beside(tmp_path))
-    assert json.loads(done.stdout.splitlines()[-1]) == {"name": "w6a16"}
+    assert run(FORGET_OURS + USE_IT, tmp_path / "model", tmp_path) == "w6a16"
     for way in ("command", "function"):
         config = json.loads((tmp_path / way / "config.json").read_text())["quantization_config"]
         assert config["config_groups"]["group_0"]["weights"]["num_bits"] == 6
@@ -163,49 +165,12 @@ def test_a_transform_of_weights():
     weight = model.model.layers[0].mlp.up_proj.weight.data
     weight[0, 0] = 100 * weight[0].std()
     stream = stream_of(model, SCHEMES["int8"])
-    name = "model.layers.0.mlp.up_proj.weight_scale"
-    wide = dict(stream.tensors(model_parameters(model)))[name][0].item()
+
+    def scale():
+        tensors = dict(stream.tensors(model_parameters(model)))
+        return tensors["model.layers.0.mlp.up_proj.weight_scale"][0].item()
+
+    wide = scale()
     stream.transforms.append(names["clip_outliers"])
-    narrow = dict(stream.tensors(model_parameters(model)))[name][0].item()
-    assert (
-        narrow == pytest.approx(4 * weight[0].std().item() / 127.5, rel=0.01) and narrow < wide / 2
-    )
-
-
-def files_with(word: str) -> set[str]:
-    """The files of the core with a word in their code; docstrings and comments do not count."""
-    found = set()
-    for path in (ROOT / "trl_qurl").rglob("*.py"):
-        name = path.relative_to(ROOT).as_posix()
-        tree = ast.parse(path.read_text())
-        docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-        parts = [node for node in ast.walk(tree) if id(node) not in docstrings]
-        texts = [
-            getattr(node, field, None)
-            for node in parts
-            for field in ("value", "id", "attr", "name", "module")
-        ]
-        if not name.startswith("trl_qurl/lab/") and any(
-            isinstance(text, str) and word in text for text in texts
-        ):
-            found.add(name)
-    return found
-
-
-@pytest.mark.parametrize(
-    ("section", "word"),
-    [
-        ("Adding a scheme", "w8a16"),
-        ("Adding an objective", "quantized_ratio"),
-        ("Adding a trainer", "QuRLRLOO"),
-    ],
-)
-def test_the_files_that_must_change_are_all_named(section, word):
-    """By what is there already: whoever adds the next one changes the same files."""
-    named = [
-        code for row in rows(PAGE, section) for code in re.findall(r"`(trl_qurl/[^`]+)`", row[0])
-    ]
-    missing = {
-        file for file in files_with(word) if not any(file.startswith(path) for path in named)
-    }
-    assert files_with(word) and not missing
+    assert scale() == pytest.approx(4 * weight[0].std().item() / 127.5, rel=0.01)
+    assert scale() < wide / 2

@@ -3,54 +3,47 @@
 import pytest
 from accelerate import Accelerator
 from datasets import Dataset
+from support.building import reward
+from support.configs import PLAIN
 from trl.trainer.utils import RepeatSampler
 
 from trl_qurl import QuRLGRPOConfig
 from trl_qurl.rollout.ahead import UpcomingRows
 from trl_qurl.trainers.arguments import check_arguments
 
-PLAIN = {
-    "use_cpu": True,
-    "bf16": False,
-    "report_to": [],
-    "vllm_mode": "server",
-    "num_generations": 2,
-}
 ROWS = Dataset.from_dict({"prompt": [f"question {number}" for number in range(11)]})
 
 
-def count(completions, **kwargs):
-    return [float(len(completion)) for completion in completions]
-
-
-def config(**settings):
-    settings = {"rollouts_ahead": 1, "per_device_train_batch_size": 4} | settings
-    return QuRLGRPOConfig("out", **PLAIN | settings)
-
-
-@pytest.mark.parametrize("name", ["tools", "rollout_func", "environment_factory"])
-def test_arguments_that_do_not_fit(name):
-    arguments = {"model": "some/model", "train_dataset": ROWS, "reward_funcs": count}
-    check_arguments(config(), arguments)
-    with pytest.raises(ValueError, match=f"rollouts_ahead=1 .* {name}"):
-        check_arguments(config(), arguments | {name: [count]})
-    check_arguments(config(rollouts_ahead=0), arguments | {name: [count]})
-
-
-def test_streams_and_images_are_refused():
-    stream = {
-        "model": "some/model",
-        "train_dataset": ROWS.to_iterable_dataset(),
-        "reward_funcs": count,
+def check(rollouts_ahead, arguments):
+    settings = {
+        "vllm_mode": "server",
+        "num_generations": 2,
+        "per_device_train_batch_size": 4,
     }
-    with pytest.raises(ValueError, match="rollouts_ahead=1 .* streaming=False"):
-        check_arguments(config(), stream)
-    check_arguments(config(rollouts_ahead=0), stream)
-    images = ROWS.add_column("image", [None] * len(ROWS))
-    with pytest.raises(ValueError, match="rollouts_ahead=1 .* images"):
-        check_arguments(
-            config(), {"model": "some/model", "train_dataset": images, "reward_funcs": count}
-        )
+    config = QuRLGRPOConfig("out", rollouts_ahead=rollouts_ahead, **PLAIN | settings)
+    given = {
+        "model": "some/model",
+        "train_dataset": ROWS,
+        "reward_funcs": reward,
+    }
+    check_arguments(config, given | arguments)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "named"),
+    [
+        ("tools", [reward], "tools"),
+        ("rollout_func", [reward], "rollout_func"),
+        ("environment_factory", [reward], "environment_factory"),
+        ("train_dataset", ROWS.to_iterable_dataset(), "streaming=False"),
+        ("train_dataset", ROWS.add_column("image", [None] * len(ROWS)), "images"),
+    ],
+)
+def test_arguments_that_do_not_fit(argument, value, named):
+    check(1, {})
+    check(0, {argument: value})
+    with pytest.raises(ValueError, match=f"rollouts_ahead=1 .* {named}"):
+        check(1, {argument: value})
 
 
 def sampler(shuffle=True):
@@ -59,39 +52,33 @@ def sampler(shuffle=True):
     )
 
 
+def upcoming(shuffle=True):
+    return UpcomingRows(sampler(shuffle), ROWS, Accelerator(cpu=True))
+
+
 def rollouts(epochs, shuffle=True):
-    """What TRL's dataloader yields once per rollout: every
-    prompt twice, three prompts at a time.
-    """
+    """What TRL's dataloader yields once per rollout: every prompt twice, three prompts at a time."""
     again = sampler(shuffle)
     for _ in range(epochs):
         indices = list(again)
-        yield from (
-            [ROWS[index] for index in indices[start : start + 6]]
-            for start in range(0, len(indices), 24)
-        )
+        for start in range(0, len(indices), 24):
+            yield [ROWS[index] for index in indices[start : start + 6]]
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_the_rows_after_these(shuffle):
-    upcoming = UpcomingRows(sampler(shuffle), ROWS, Accelerator(cpu=True))
+    rows = upcoming(shuffle)
     expected = list(rollouts(3, shuffle))
-    assert len(expected) == 9 and (expected[0] != expected[3]) == shuffle
-    for rows, following in zip(expected, expected[1:], strict=False):
-        assert upcoming.after(rows) == following
-
-
-def test_a_resumed_run_finds_its_place():
-    upcoming, expected = UpcomingRows(sampler(), ROWS, Accelerator(cpu=True)), list(rollouts(2))
-    assert upcoming.after(expected[2]) == expected[3]
-    assert upcoming.after(expected[3]) == expected[4]
+    assert len(expected) == 9
+    assert (expected[0] != expected[3]) == shuffle
+    assert [rows.after(each) for each in expected[:-1]] == expected[1:]
+    resumed = upcoming(shuffle)
+    assert [resumed.after(each) for each in expected[3:5]] == expected[4:6]
 
 
 def test_rows_that_nobody_drew(caplog):
-    upcoming, expected = UpcomingRows(sampler(), ROWS, Accelerator(cpu=True)), list(rollouts(1))
-    others = [{"prompt": row["prompt"] + "?"} for row in expected[0]]
-    assert upcoming.after(others) == upcoming.after(expected[0]) == []
-    [warning] = [
-        record.getMessage() for record in caplog.records if "rollouts_ahead" in record.getMessage()
-    ]
+    rows, [first, *_] = upcoming(False), rollouts(1, False)
+    others = [{"prompt": row["prompt"] + "?"} for row in first]
+    assert rows.after(others) == rows.after(first) == []
+    [warning] = [text for text in caplog.messages if "rollouts_ahead" in text]
     assert "rollouts_ahead has no effect" in warning

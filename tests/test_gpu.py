@@ -66,8 +66,12 @@ def test_a_gpu_rounds_to_the_bits_of_a_cpu(scheme, dtype):
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_every_sync_is_right(name, train, tmp_path):
-    settings = {"use_cpu": False, "sync_check_interval": 1, **SETTINGS[name]}
-    [record] = train([tmp_path / "out", "--config", json.dumps(settings)])
+    settings = {
+        "use_cpu": False,
+        "sync_check_interval": 1,
+        **SETTINGS[name],
+    }
+    [record] = train([tmp_path / "out", settings])
     assert record["is_proven"]
     assert record["probe_end"] != record["probe_start"], "the weights did not change"
 

@@ -52,7 +52,7 @@ SHOWN = (
 )
 PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
 WITHOUT_ENGINES = "not vllm and not gpu and not slow"
-SERVER_TEST = "tests/test_engine.py::test_rloo_samples_from_a_server"
+SERVER_TEST = "tests/test_engine.py::test_server_holds_the_trained_weights"
 SECONDS = 1800
 """Longest that one command may take."""
 

@@ -1,12 +1,8 @@
 """Runs of agents: a random model calls tools because a grammar makes it do so."""
 
-from pathlib import Path
-from typing import Any
-
 from datasets import Dataset
 from short_runs import chat_tokenizer, evaluated, letters, question, questions, run, seen
 from tiny import tiny_model
-from transformers import PreTrainedTokenizerFast
 
 ANSWERS = {
     "defaults": {"role": "assistant"},
@@ -26,13 +22,6 @@ ANSWERS = {
 
 CALL = r'<call>\{"name": "(add|look_up)", "arguments": \{"first": [0-9], "second": [0-9]\}\}</call>'
 """Two tools, and two numbers for them."""
-
-AGENT = {
-    "vllm_structured_outputs_regex": CALL,
-    "max_completion_length": 160,
-    "vllm_max_model_length": 384,
-    "max_tool_calling_iterations": 1,
-}
 
 
 def add(first: int, second: int) -> int:
@@ -57,42 +46,40 @@ async def look_up(first: int, second: int) -> str:
     return f"nothing of {first}"
 
 
-def calling(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+def run_agent(out, reward_funcs, regex=CALL, **given):
+    """A run whose model calls tools, as the grammar makes it do."""
+    tokenizer = chat_tokenizer()
     tokenizer.response_template = ANSWERS
-    return tokenizer
+    given["processing_class"] = tokenizer
+    return run(
+        out,
+        model=tiny_model(max_position_embeddings=512),
+        reward_funcs=reward_funcs,
+        given=given,
+        vllm_structured_outputs_regex=regex,
+        max_completion_length=160,
+        vllm_max_model_length=384,
+        max_tool_calling_iterations=1,
+    )
 
 
-def agent_model() -> Any:
-    return tiny_model(max_position_embeddings=512)
-
-
-def tools(out: Path) -> dict[str, Any]:
+def tools(out):
     """A plain and an asynchronous tool."""
-    said: list[Any] = []
+    said = []
 
     def judge(completions, **kwargs):
         said.extend(completions)
         return letters(completions)
 
-    trainer = run(
-        out,
-        model=agent_model(),
-        reward_funcs=judge,
-        given={
-            "train_dataset": questions(),
-            "processing_class": calling(chat_tokenizer()),
-            "tools": [add, look_up],
-        },
-        **AGENT,
-    )
+    trainer = run_agent(out, judge, train_dataset=questions(), tools=[add, look_up])
     return seen(trainer) | {"said": said[0], "evaluated": evaluated(trainer)}
 
 
 class Calculator:
     """An environment that asks, offers a tool, and judges."""
 
-    def reset(self, **kwargs: Any) -> str:
-        self.sums: list[int] = []
+    def reset(self, **kwargs):
+        self.sums = []
         return "add 2 and 3"
 
     def add(self, first: int, second: int) -> int:
@@ -106,53 +93,42 @@ class Calculator:
         self.sums.append(first + second)
         return self.sums[-1]
 
-    def get_reward(self) -> float:
+    def get_reward(self):
         return float(sum(self.sums))
 
 
-def environment(
-    out: Path, factory: Any = Calculator, data: Dataset | None = None
-) -> dict[str, Any]:
+def environment(out, factory=Calculator, data=None):
     """An environment that owns questions, tools and rewards, without reward functions and data."""
-    trainer = run(
-        out,
-        model=agent_model(),
-        reward_funcs=None if data is None else letters,
-        given={
-            "train_dataset": data,
-            "processing_class": calling(chat_tokenizer()),
-            "environment_factory": factory,
-        },
-        **AGENT | {"vllm_structured_outputs_regex": CALL.replace("|look_up", "")},
-    )
-    return seen(trainer)
+    reward = letters if data else None
+    regex = CALL.replace("|look_up", "")
+    return seen(run_agent(out, reward, regex, train_dataset=data, environment_factory=factory))
 
 
-def environments(out: Path) -> dict[str, Any]:
+def environments(out):
     """Two environments; the data name one for each question."""
     rows = {"prompt": [question("add")] * 16, "environment": ["calculator", "other"] * 8}
     factories = {"calculator": Calculator, "other": type("Other", (Calculator,), {})}
     return environment(out, factories, Dataset.from_dict(rows))
 
 
-def rollout_func(out: Path) -> dict[str, Any]:
+def rollout_func(out):
     """A rollout function that appends text to the engine's completions, and adds a field for the
     reward.
     """
 
-    def roll_out(prompts: list, trainer: Any) -> dict[str, list]:
+    def roll_out(prompts, trainer):
         tokenizer = trainer.processing_class
         prompt_ids = [tokenizer(prompt)["input_ids"] for prompt in prompts]
-        ids, completion_ids, logps, *_ = trainer.vllm_generation.generate(
+        _, completion_ids, logps, *_ = trainer.vllm_generation.generate(
             prompts=prompt_ids, images=None, num_generations=trainer.num_generations
         )
         logps = [[token[0] for token in tokens] for tokens in logps]
-        added = tokenizer("!")["input_ids"]
+        [added] = tokenizer("!")["input_ids"]
         return {
             "prompt_ids": prompt_ids,
-            "completion_ids": [[*tokens, *added] for tokens in completion_ids],
+            "completion_ids": [[*tokens, added] for tokens in completion_ids],
             "logprobs": [[*tokens, 0.0] for tokens in logps],
-            "env_mask": [[*(1 for _ in tokens), 0] for tokens in completion_ids],
+            "env_mask": [[1] * len(tokens) + [0] for tokens in completion_ids],
             "noted": [len(tokens) for tokens in completion_ids],
         }
 

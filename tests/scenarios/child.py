@@ -5,23 +5,21 @@ output.
 import json
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 
-def print_record(record: Any) -> None:
+def print_record(record):
     """Print what the fixture `run_scenario` returns, in the main process."""
     if os.environ.get("RANK", "0") == "0":
         print("RECORD " + json.dumps(record, default=str), flush=True)
 
 
-def run_all(run: Callable[[list[str]], Any]) -> None:
+def run_all(run):
     """Run once for each list of arguments, separated by `--and`, and print the records."""
-    lists: list[list[str]] = [[]]
+    lists = [[]]
     for argument in sys.argv[1:]:
         if argument == "--and":
             lists.append([])

@@ -8,9 +8,7 @@ import itertools
 import os
 import sys
 import traceback
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from child import print_record
 
@@ -20,31 +18,31 @@ import agents
 import families
 from datasets import IterableDataset
 from short_runs import chat_tokenizer, evaluated, letters, questions, run, saved, seen
-from tiny import tiny_model
+from tiny import tiny_classifier, tiny_model
 from transformers import AutoModelForSequenceClassification, TrainerCallback
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 2}
+
+FEW_TOKENS = {"allowed_token_ids": [1, *range(17, 25)]}
+"""So few that most completions end."""
 
 
 class Counter(TrainerCallback):
     """Counts the steps that it is told of."""
 
-    def __init__(self) -> None:
-        self.steps = 0
+    steps = 0
 
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+    def on_step_end(self, *args, **kwargs):
         self.steps += 1
 
 
-def rewards(out: Path) -> dict[str, Any]:
+def rewards(out):
     """Everything about rewards, chats, logs, evaluation, and tokens that are left out."""
     import pyarrow.parquet
 
-    judge = AutoModelForSequenceClassification.from_config(
-        tiny_model().config.__class__(**tiny_model().config.to_dict() | {"num_labels": 1})
-    )
+    judge = tiny_classifier(AutoModelForSequenceClassification)
     judge.config._name_or_path = "judge"
-    asked: dict[str, Any] = {}
+    asked = {}
 
     async def right(prompts, completions, answer, trainer_state, log_extra, log_metric, **kwargs):
         asked.update(prompt=prompts[0], completion=completions[0], step=trainer_state.global_step)
@@ -74,8 +72,7 @@ def rewards(out: Path) -> dict[str, Any]:
         reward_weights=[1.0, 0.5, 2.0],
         multi_objective_aggregation="normalize_then_sum",
         chat_template_kwargs={"mood": "!"},
-        # so few that most completions end
-        generation_kwargs={"allowed_token_ids": [1, *range(17, 25)]},
+        generation_kwargs=FEW_TOKENS,
         repetition_penalty=1.0,
         log_completions=True,
         num_completions_to_print=1,
@@ -110,9 +107,9 @@ def rewards(out: Path) -> dict[str, Any]:
     }
 
 
-def sampling(out: Path) -> dict[str, Any]:
+def sampling(out):
     """A grammar, sampling settings, and questions that are streamed."""
-    said: list[str] = []
+    said = []
 
     def judge(completions, **kwargs):
         said.extend(completions)
@@ -122,15 +119,12 @@ def sampling(out: Path) -> dict[str, Any]:
         for i in itertools.count():
             yield {"prompt": f"say {i}"}
 
-    tokenizer = chat_tokenizer()
+    stream = IterableDataset.from_generator(stream)
     trainer = run(
         out,
         model=tiny_model(tie_word_embeddings=False),
         reward_funcs=judge,
-        given={
-            "train_dataset": IterableDataset.from_generator(stream),
-            "processing_class": tokenizer,
-        },
+        given={"train_dataset": stream, "processing_class": chat_tokenizer()},
         vllm_structured_outputs_regex="[0-9]{3,8}",
         temperature=0.9,
         top_p=0.95,
@@ -155,89 +149,55 @@ def length(completions, **kwargs):
     return letters([said[0]["content"] for said in completions])
 
 
-def rloo(out: Path) -> dict[str, Any]:
-    """Features that RLOO shares with GRPO."""
-    counter = Counter()
-    trainer = run(
+def chats(out, kind, given, **settings):
+    """What RLOO and PPO share with GRPO."""
+    return run(
         out,
-        "RLOO",
+        kind,
         model=saved(out),
         reward_funcs=[right, length],
-        given={
-            "train_dataset": questions().to_iterable_dataset(),
-            "eval_dataset": questions(2),
-            "processing_class": chat_tokenizer(),
-            "callbacks": [counter],
-        },
+        given={"eval_dataset": questions(2), "processing_class": chat_tokenizer(), **given},
         reward_weights=[1.0, 0.5],
+        beta=0.05,
+        log_completions=True,
+        **EVALUATED | settings,
+    )
+
+
+def rloo(out):
+    counter = Counter()
+    trainer = chats(
+        out,
+        "RLOO",
+        {"train_dataset": questions().to_iterable_dataset(), "callbacks": [counter]},
         reward_clip_range=(-5.0, 5.0),
         normalize_advantages=True,
-        beta=0.05,
         mask_truncated_completions=True,
         chat_template_kwargs={"mood": "!"},
-        # so few that most completions end
-        generation_kwargs={"allowed_token_ids": [1, *range(17, 25)]},
-        log_completions=True,
-        **EVALUATED,
+        generation_kwargs=FEW_TOKENS,
         num_generations_eval=2,
     )
     return seen(trainer) | {"steps": counter.steps, "evaluated": evaluated(trainer)}
 
 
-def ppo(out: Path) -> dict[str, Any]:
-    """Features that PPO shares with GRPO."""
-
-    trainer = run(
-        out,
-        "PPO",
-        model=saved(out),
-        reward_funcs=[right, length],
-        given={
-            "train_dataset": questions(),
-            "eval_dataset": questions(2),
-            "processing_class": chat_tokenizer(),
-        },
-        reward_weights=[1.0, 0.5],
-        num_generations=1,
-        beta=0.05,
-        log_completions=True,
-        **EVALUATED,
-    )
-    return seen(trainer)
+def ppo(out):
+    return seen(chats(out, "PPO", {"train_dataset": questions()}, num_generations=1))
 
 
-RUNS: dict[str, Callable[..., dict[str, Any]]] = {
-    "rewards": rewards,
-    "sampling": sampling,
-    "tools": agents.tools,
-    "environment": agents.environment,
-    "environments": agents.environments,
-    "rollout_func": agents.rollout_func,
-    "rloo": rloo,
-    "ppo": ppo,
-    "adapter": families.adapter,
-    "trained_adapter": families.trained_adapter,
-    "reference": families.reference,
-    "kernels": families.kernels,
-    "remote_code": families.remote_code,
-    "dense": families.dense,
-    "experts": families.experts,
-    "vision": families.vision,
-    "transformers_backend": families.transformers_backend,
-}
-
-
-def main(directory: str, *names: str) -> None:
+def main(directory, *names):
     records = {}
     for name in names:
         kind, *arguments = name.split("/")
+        [scenario] = [vars(module)[kind] for module in MODULES if kind in vars(module)]
         out = Path(directory) / name.replace("/", "-")
         try:
-            records[name] = RUNS[kind](out, *arguments)
+            records[name] = scenario(out, *arguments)
         except Exception:
             records[name] = {"error": traceback.format_exc()}
     print_record(records)
 
+
+MODULES = (sys.modules[__name__], agents, families)
 
 if __name__ == "__main__":
     main(*sys.argv[1:])

@@ -15,6 +15,7 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from child import print_record
 from tiny import tiny_classifier, tiny_tokenizer
+from torch.distributed.tensor import DTensor
 from trl.trainer.utils import disable_dropout_in_model
 
 from trl_qurl import QuRLPPOConfig
@@ -23,74 +24,68 @@ from trl_qurl.trainers.critic import Critic
 B, P, T, STEPS = 4, 3, 5, 3
 
 
-def turn_on_fsdp2() -> None:
+def turn_on_fsdp2():
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap"
     )
-    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
-    AcceleratorState._shared_state["distributed_type"] = DistributedType.FSDP
+    for state in (PartialState, AcceleratorState):
+        state._shared_state["distributed_type"] = DistributedType.FSDP
     AcceleratorState._shared_state["fsdp_plugin"] = plugin
 
 
-def main(directory: Path, *options: str) -> None:
+def main(directory, *options):
     args = QuRLPPOConfig(str(directory), use_cpu=True, bf16=False, steps_per_generation=2)
     accelerator = Accelerator(cpu=True)
     if "fsdp2" in options:
         turn_on_fsdp2()
     torch.manual_seed(0)
     ids, targets = torch.randint(2, 90, (B, P + T)), torch.randn(B, T + 1)
-    share = slice(accelerator.process_index * B // accelerator.num_processes, None)
-    part = slice(share.start, share.start + B // accelerator.num_processes)
-    batch = {"prompt_ids": ids[part, :P], "completion_ids": ids[part, P:]}
-    batch |= {
-        "prompt_mask": torch.ones_like(ids[part, :P]),
-        "completion_mask": torch.ones_like(ids[part, P:]),
+    count = B // accelerator.num_processes
+    start = accelerator.process_index * count
+    part = slice(start, start + count)
+    batch = {
+        "prompt_ids": ids[part, :P],
+        "completion_ids": ids[part, P:],
+        "prompt_mask": torch.ones(count, P, dtype=torch.long),
+        "completion_mask": torch.ones(count, T, dtype=torch.long),
     }
 
-    def value_loss(values: torch.Tensor) -> torch.Tensor:
+    def value_loss(values):
         # A share of the mean over all processes, which average their gradients; as in the trainer.
-        return (
-            (values - targets[part]).square().sum()
-            * accelerator.num_processes
-            / targets.numel()
-            / 2
-        )
+        squares = (values - targets[part]).square().sum()
+        return squares * accelerator.num_processes / targets.numel() / 2
 
-    def make() -> Critic:
+    def prepared():
         model = tiny_classifier(seed=1)
         disable_dropout_in_model(model)
-        return Critic(model, args, accelerator)
+        critic = Critic(model, args, accelerator)
+        critic.prepare(lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
+        return critic
 
-    def optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def step(critic: Critic) -> float:
+    def step(critic):
         # two micro-batches, of which the last one sums over the processes
         for last in (False, True):
             accelerator.gradient_state._set_sync_gradients(last)
             critic.backward(value_loss(critic.values(batch)))
         return critic.step()
 
-    critic = make()
-    critic.prepare(optimizer)
+    critic = prepared()
     steps = [step(critic) for _ in range(STEPS)]
     critic.save_state(directory)
     critic.save_pretrained(directory / "critic", tiny_tokenizer())
     accelerator.wait_for_everyone()
-    again = make()
-    again.prepare(optimizer)
+    again = prepared()
     again.load_state(directory)
-    record = {
-        "processes": accelerator.num_processes,
-        "steps": [*steps, step(critic)],
-        "resumed": step(again),
-        "kind": type(critic.model).__name__,
-        "held": sum(
-            getattr(p, "to_local", lambda p=p: p)().numel() for p in critic.model.parameters()
-        ),
-    }
-    if accelerator.is_main_process:
-        print_record(record)
+    held = (p.to_local() if isinstance(p, DTensor) else p for p in critic.model.parameters())
+    print_record(
+        {
+            "processes": accelerator.num_processes,
+            "steps": [*steps, step(critic)],
+            "resumed": step(again),
+            "kind": type(critic.model).__name__,
+            "held": sum(p.numel() for p in held),
+        }
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,5 @@
 """Runs of other models than a plain one: with adapters, of other families, with pictures."""
 
-from pathlib import Path
-from typing import Any
-
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
@@ -11,15 +8,17 @@ from tiny import SIXTEEN_BIT_EXPERTS, save_remote_code_model, tiny_mixture, tiny
 
 from trl_qurl.quantization.checkpoint_form import parameter_name
 
+LORA = LoraConfig(
+    r=4, target_modules="all-linear", modules_to_save=["norm"], init_lora_weights=False
+)
 
-def adapter(out: Path) -> dict[str, Any]:
+
+def adapter(out):
     """A new adapter and trained norms on a base in bfloat16, with a KL penalty; trained twice,
     changed, evaluated.
     """
-    lora = LoraConfig(
-        r=4, target_modules="all-linear", modules_to_save=["norm"], init_lora_weights=False
-    )
-    model, given = tiny_model(dtype=torch.bfloat16), {"peft_config": lora, "eval_dataset": texts(2)}
+    model = tiny_model(dtype=torch.bfloat16)
+    given = {"peft_config": LORA, "eval_dataset": texts(2)}
     frozen = {name: p.clone() for name, p in model.named_parameters() if "norm" not in name}
     trainer = run(
         out, model=model, given=given, beta=0.1, learning_rate=2e-2, per_device_eval_batch_size=8
@@ -43,15 +42,12 @@ def adapter(out: Path) -> dict[str, Any]:
     }
 
 
-def trained_adapter(out: Path) -> dict[str, Any]:
+def trained_adapter(out):
     """A model that already has an adapter and trained norms, with a KL penalty against both."""
-    lora = LoraConfig(
-        r=4, target_modules="all-linear", modules_to_save=["norm"], init_lora_weights=False
-    )
-    return seen(run(out, model=get_peft_model(tiny_model(), lora), beta=0.1))
+    return seen(run(out, model=get_peft_model(tiny_model(), LORA), beta=0.1))
 
 
-def reference(out: Path) -> dict[str, Any]:
+def reference(out):
     """A reference model that follows the policy."""
     trainer = run(
         out,
@@ -61,20 +57,17 @@ def reference(out: Path) -> dict[str, Any]:
         ref_model_sync_steps=1,
         ref_model_mixup_alpha=1.0,
     )
-    policy, followed = (
-        dict(model.named_parameters()) for model in (trainer.model, trainer.ref_model)
-    )
-    return seen(trainer) | {
-        "follows": all(torch.equal(policy[name], followed[name]) for name in followed)
-    }
+    policy = dict(trainer.model.named_parameters())
+    followed = trainer.ref_model.named_parameters()
+    return seen(trainer) | {"follows": all(torch.equal(policy[name], p) for name, p in followed)}
 
 
-def kernels(out: Path) -> dict[str, Any]:
+def kernels(out):
     """torch.compile of the policy."""
     return seen(run(out, torch_compile=True, torch_compile_backend="eager"))
 
 
-def transformers_backend(out: Path) -> dict[str, Any]:
+def transformers_backend(out):
     """A model that vLLM has itself, by its transformers backend; and another one of its class
     afterwards.
     """
@@ -83,17 +76,17 @@ def transformers_backend(out: Path) -> dict[str, Any]:
     return seen(trainer)
 
 
-def remote_code(out: Path) -> dict[str, Any]:
+def remote_code(out):
     """A model with classes in its checkpoint, and the quantized checkpoint after training."""
     model = save_remote_code_model(out / "own")
-    # the size of the cache is ours
-    given, kwargs = {"processing_class": None}, {"enforce_eager": True}
-    settings = {
-        "trust_remote_code": True,
-        "model_init_kwargs": {"dtype": "float32"},
-        "vllm_engine_kwargs": kwargs,
-    }
-    trainer = run(out, model=model, given=given, **settings)
+    trainer = run(
+        out,
+        model=model,
+        given={"processing_class": None},
+        trust_remote_code=True,
+        model_init_kwargs={"dtype": "float32"},
+        vllm_engine_kwargs={"enforce_eager": True},  # the size of the cache is ours
+    )
     trainer.save_quantized(str(out / "quantized"))
     return seen(trainer) | {"files": sorted(path.name for path in (out / "quantized").glob("*.py"))}
 
@@ -101,19 +94,19 @@ def remote_code(out: Path) -> dict[str, Any]:
 BACKEND = ("smollm3", "olmo2", "olmo3", "starcoder2", "vaultgemma")
 
 
-def backend_format() -> dict[str, Any]:
+def backend_format():
     """16 bits where vLLM's INT8 kernel takes no batches, which its transformers backend gives it:
     CPUs with AMX.
     """
     return {"rollout_quantization": None} if torch.cpu.get_capabilities().get("amx_tile") else {}
 
 
-def dense(out: Path, family: str) -> dict[str, Any]:
+def dense(out, family):
     """A family of models without experts."""
     return seen(run(out, model=tiny_model(family), **backend_format() if family in BACKEND else {}))
 
 
-def experts(out: Path, family: str) -> dict[str, Any]:
+def experts(out, family):
     """A mixture of experts, with the loss that balances them. CPUs without AMX keep experts in 16
     bits by default.
     """
@@ -123,7 +116,7 @@ def experts(out: Path, family: str) -> dict[str, Any]:
     return seen(run(out, model=model, router_aux_loss_coef=0.01, quantization_ignore=ignore))
 
 
-def vision(out: Path, family: str, *parts: str) -> dict[str, Any]:
+def vision(out, family, *parts):
     """A vision-language model, with pictures or without (`text`), with an adapter (`lora`), or for
     `RLOO`.
     """

@@ -28,14 +28,14 @@ def probe(argument: str) -> list[float]:
         adapter = LoRARequest("saved", 1, str(path))
     engine = LLM(checkpoint, **settings, max_model_len=64, max_num_seqs=16)
     KEPT.append(engine)
-    return answer(engine, adapter)
+    return answer(engine, lora_request=adapter)
 
 
-def answer(engine: LLM, adapter: LoRARequest | None = None) -> list[float]:
+def answer(engine, **options):
     """The log-probabilities of an engine."""
     params = SamplingParams(max_tokens=1, prompt_logprobs=0)
     prompt = {"prompt_token_ids": PROBE}
-    [output] = engine.generate([prompt], params, use_tqdm=False, lora_request=adapter)
+    [output] = engine.generate([prompt], params, use_tqdm=False, **options)
     return [
         logps[token].logprob
         for token, logps in zip(PROBE[1:], output.prompt_logprobs[1:], strict=True)

@@ -3,21 +3,12 @@ trainer.
 """
 
 from pathlib import Path
-from typing import Any
 
 from datasets import Dataset
+from support.building import KINDS
 from tiny import ENGINE, KEPT, VOCABULARY, tiny_model, tiny_tokenizer
 from tokenizers import decoders
-from transformers import PreTrainedTokenizerFast
 
-from trl_qurl import (
-    QuRLGRPOConfig,
-    QuRLGRPOTrainer,
-    QuRLPPOConfig,
-    QuRLPPOTrainer,
-    QuRLRLOOConfig,
-    QuRLRLOOTrainer,
-)
 from trl_qurl.lab.evaluation.callback import evaluate_task
 from trl_qurl.lab.evaluation.tasks import Task
 
@@ -32,12 +23,6 @@ TEMPLATE = (
     "%}{{ mood }}a:{% endif %}"
 )
 """Of a chat: `s:Be brief.;u:add 1 and 2;a:`. It names the tools, and has an extra variable."""
-
-KINDS = {
-    "GRPO": (QuRLGRPOTrainer, QuRLGRPOConfig),
-    "PPO": (QuRLPPOTrainer, QuRLPPOConfig),
-    "RLOO": (QuRLRLOOTrainer, QuRLRLOOConfig),
-}
 
 BASE = {
     "per_device_train_batch_size": 8,
@@ -64,7 +49,7 @@ COMMON = BASE | {
 """Settings of the runs that `run` makes."""
 
 
-def chat_tokenizer() -> PreTrainedTokenizerFast:
+def chat_tokenizer():
     """The tiny tokenizer, for chats with tools."""
     tokenizer = tiny_tokenizer([*VOCABULARY, "<call>", "</call>"])
     tokenizer.backend_tokenizer.decoder = decoders.Fuse()
@@ -73,46 +58,38 @@ def chat_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def question(text: str) -> list[dict[str, str]]:
+def question(text):
     return [{"role": "system", "content": "Be brief."}, {"role": "user", "content": text}]
 
 
-def questions(count: int = 16) -> Dataset:
-    return Dataset.from_dict(
-        {
-            "prompt": [question(f"say {i}") for i in range(count)],
-            "answer": [str(i) for i in range(count)],
-        }
-    )
+def questions(count=16):
+    """Chats, each with an answer."""
+    answers = [str(i) for i in range(count)]
+    prompts = [question(f"say {i}") for i in range(count)]
+    return Dataset.from_dict({"prompt": prompts, "answer": answers})
 
 
-def texts(count: int = 16) -> Dataset:
+def texts(count=16):
     return Dataset.from_dict({"prompt": [f"say {i}" for i in range(count)]})
 
 
-def letters(completions: list, **kwargs: Any) -> list[float]:
+def letters(completions, **kwargs):
     return [
         sum(ord(character) % 7 for character in str(completion)) / 8 for completion in completions
     ]
 
 
-def run(
-    out: Path,
-    kind: str = "GRPO",
-    model: Any = None,
-    reward_funcs: Any = letters,
-    given: Any = None,
-    **settings: Any,
-) -> Any:
-    """Train for two steps; the trainer."""
-    trainer_kind, config_kind = KINDS[kind]
+def build(out, kind="GRPO", model=None, reward_funcs=letters, given=None, **settings):
+    """A trainer with the settings of all short runs and these."""
+    trainer, config = KINDS[kind]
     given = {"train_dataset": texts(), "processing_class": tiny_tokenizer()} | (given or {})
-    trainer = trainer_kind(
-        tiny_model() if model is None else model,
-        reward_funcs,
-        config_kind(str(out), **COMMON | settings),
-        **given,
-    )
+    model = tiny_model() if model is None else model
+    return trainer(model, reward_funcs, config(str(out), **BASE | settings), **given)
+
+
+def run(out, kind="GRPO", model=None, reward_funcs=letters, given=None, **settings):
+    """Train for two steps; the trainer."""
+    trainer = build(out, kind, model, reward_funcs, given, **COMMON | settings)
     KEPT.append(trainer)
     trainer.train()
     return trainer
@@ -125,12 +102,12 @@ def saved(out: Path) -> str:
     return str(out / "model")
 
 
-def seen(trainer: Any) -> dict[str, Any]:
+def seen(trainer):
     """The record of every run."""
     return {"history": trainer.state.log_history}
 
 
-def evaluated(trainer: Any) -> dict[str, Any]:
+def evaluated(trainer):
     """What an evaluation asks the engine for, and how, beside the prompts that training makes of
     it.
     """
@@ -141,26 +118,24 @@ def evaluated(trainer: Any) -> dict[str, Any]:
         "structured_outputs_regex",
         "generation_kwargs",
     )
-    training = {name: getattr(generation, name) for name in settings}
-    chat = [[{"role": "system", "content": "be brief"}, {"role": "user", "content": "1+1="}]]
-    generation.generation_kwargs = {
-        **(training["generation_kwargs"] or {}),
-        "temperature": 2.0,
-        "stop": ["b"],
-    }
-    asked: dict[str, Any] = {}
 
-    def generate(prompts: Any, **kwargs: Any) -> Any:
-        asked.update(
-            prompts=prompts, settings={name: getattr(generation, name) for name in settings}
-        )
+    def now(names=settings):
+        return {name: getattr(generation, name) for name in names}
+
+    training = now(settings[:-1])
+    chat = [[{"role": "system", "content": "be brief"}, {"role": "user", "content": "1+1="}]]
+    own = {"temperature": 2.0, "stop": ["b"]}
+    generation.generation_kwargs = (generation.generation_kwargs or {}) | own
+    asked = {}
+
+    def generate(prompts, **kwargs):
+        asked.update(prompts=prompts, settings=now())
         return type(generation).generate(generation, prompts=prompts, **kwargs)
 
     generation.generate = generate
     evaluate_task(trainer, Task("sums", chat * 4, ["$2$"] * 4))
-    restored = all(getattr(generation, name) == training[name] for name in settings[:-1])
     return {
         "asked": asked,
         "trained_on": trainer._tokenize_prompts(chat * 4)[0],
-        "restored": restored,
+        "restored": now(settings[:-1]) == training,
     }

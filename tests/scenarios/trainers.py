@@ -15,31 +15,31 @@ from child import print_record
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
+import short_runs
 import torch
-from datasets import Dataset
 from safetensors.torch import load_file
-from short_runs import BASE
-from tiny import tiny_classifier, tiny_model, tiny_tokenizer
+from tiny import tiny_classifier
 
-from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer, QuRLPPOConfig, QuRLPPOTrainer
 from trl_qurl.trainers.callbacks import TrainerAwareCallback
 
 CACHE = 2**28
 """Bytes that an engine takes for keys and values, which shows if one is left."""
 
-KINDS: dict[str, tuple] = {
-    "GRPO": (QuRLGRPOTrainer, QuRLGRPOConfig, {}),
-    "dynamic sampling": (QuRLGRPOTrainer, QuRLGRPOConfig, {"dynamic_sampling": True}),
-    "PPO": (QuRLPPOTrainer, QuRLPPOConfig, {"num_generations": 1}),
+SETTINGS = {
+    "max_steps": 2,
+    "vllm_max_model_length": 64,
+    "smooth_activations": None,
+    "vllm_engine_kwargs": {"enforce_eager": True, "kv_cache_memory_bytes": CACHE},
+}
+SAVING = {"save_strategy": "steps", "save_steps": 2}
+RUNS = {
+    "GRPO": ("GRPO", SAVING | {"objective": "truncated_quantized_ratio"}),
+    "dynamic sampling": ("GRPO", {"dynamic_sampling": True}),
+    "PPO": ("PPO", {"num_generations": 1}),
+    "GMPO": ("GMPO", SAVING),
 }
 
-
-def resident() -> int:
-    """Bytes of this process in memory now."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-scored: list[int] = []
+scored = []
 """Completions of each call of the reward function."""
 
 
@@ -48,9 +48,9 @@ def reward(completions, **kwargs):
     return [float(len(set(completion))) for completion in completions]
 
 
-def rollout_that_fails(trainer) -> None:
-    """Run out of memory after the rollout was generated and
-    scored, as on a GPU that is too small.
+def rollout_that_fails(trainer):
+    """Run out of memory after the rollout was generated and scored, as on a GPU that is too
+    small.
     """
     full = torch.OutOfMemoryError("CUDA out of memory")
     with patch.object(trainer, "_get_per_token_logps_and_entropies", side_effect=full):
@@ -61,56 +61,43 @@ def rollout_that_fails(trainer) -> None:
     raise AssertionError("the rollout did not fail")
 
 
-def build(kind: str, directory: str):
-    trainer, config, changes = KINDS[kind]
-    settings = BASE | {
-        "max_steps": 2,
-        "vllm_max_model_length": 64,
-        "smooth_activations": None,
-        "vllm_engine_kwargs": {"enforce_eager": True, "kv_cache_memory_bytes": CACHE},
-        **changes,
-    }
-    return trainer(
-        tiny_model(),
-        reward,
-        config(directory, **settings),
-        train_dataset=Dataset.from_dict(
-            {"prompt": [f"{letter}{i}" for letter in "abcdefgh" for i in range(4)]}
-        ),
-        processing_class=tiny_tokenizer(),
-        callbacks=[TrainerAwareCallback()],
-        **({"value_model": tiny_classifier()} if kind == "PPO" else {}),
-    )
+def build(name, directory):
+    kind, changes = RUNS[name]
+    given = {"callbacks": [TrainerAwareCallback()], "train_dataset": short_runs.texts(32)}
+    if kind == "PPO":
+        given["value_model"] = tiny_classifier()
+    return short_runs.build(directory, kind, None, reward, given, **SETTINGS | changes)
 
 
-def train(kind: str, directory: str) -> dict[str, object]:
+def resident():
+    """Bytes of this process in memory now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def train(name, directory):
     """Build, train and delete a trainer; return what remains in memory."""
-    trainer = build(kind, directory)
-    record: dict[str, object] = {}
-    if kind == "GRPO":
+    trainer = build(name, directory)
+    record = {}
+    if name == "GRPO":
         from quantized_gmpo.transform import add_to
 
         add_to(trainer)
         trainer.model.model.layers[0].mlp.up_proj.weight.data[0, 0] = 1.0
-    if kind == "dynamic sampling":
+    if name == "dynamic sampling":
         rollout_that_fails(trainer)
         scored.clear()
     trainer.train()
-    if kind == "dynamic sampling":
-        record["scored"] = sum(scored)
-    if kind in ("GRPO", "GMPO"):
-        record["history"] = trainer.state.log_history
+    record["scored"] = sum(scored)
+    record["history"] = trainer.state.log_history
+    if name in ("GRPO", "GMPO"):
         record["checkpoint"] = os.listdir(f"{directory}/checkpoint-2")
         record["card"] = Path(directory, "README.md").read_text()
-    if kind == "GMPO":
-        record["format"] = (
-            trainer.vllm_generation.llm.llm_engine.vllm_config.quant_config.quant_format
-        )
-        record["saved"] = os.listdir(trainer.save_quantized(f"{directory}-int8"))
-    if kind == "GRPO":
         saved = trainer.save_quantized(f"{directory}-int8")
+        record["saved"] = os.listdir(saved)
         scales = load_file(f"{saved}/model.safetensors")["model.layers.0.mlp.up_proj.weight_scale"]
         record["widest"] = (scales[0] / scales[1:].median()).item()
+        config = trainer.vllm_generation.llm.llm_engine.vllm_config
+        record["format"] = config.quant_config.quant_format
     held = {"trainer": weakref.ref(trainer), "engine": weakref.ref(trainer.vllm_generation.llm)}
     del trainer
     gc.collect()
@@ -119,28 +106,21 @@ def train(kind: str, directory: str) -> dict[str, object]:
     return record | {"resident": resident()}
 
 
-def main(package: str, directory: str) -> None:
+def main(package, directory):
     sys.path.insert(0, package)
     import quantized_gmpo.objective  # noqa: F401 (adds an objective)
     from quantized_gmpo.config import QuantizedGMPOConfig
     from quantized_gmpo.trainer import QuantizedGMPOTrainer
 
-    saving = {"save_strategy": "steps", "save_steps": 2}
-    KINDS["GRPO"] = (
-        QuRLGRPOTrainer,
-        QuRLGRPOConfig,
-        saving | {"objective": "truncated_quantized_ratio"},
-    )
-    KINDS["GMPO"] = (QuantizedGMPOTrainer, QuantizedGMPOConfig, saving)
+    short_runs.KINDS["GMPO"] = (QuantizedGMPOTrainer, QuantizedGMPOConfig)
     trainer = build("GRPO", directory)
     # the first is deleted only when the second is there, as in a cell run again
     trainer = build("GRPO", directory)
     gc.collect()
     trainer.train()
-    record: dict[str, object] = {"run again": {"steps": trainer.state.global_step}}
+    record = {"run again": {"steps": trainer.state.global_step}}
     del trainer
-    record |= {kind: train(kind, f"{directory}/{kind}") for kind in KINDS}
-    print_record(record)
+    print_record(record | {name: train(name, f"{directory}/{name}") for name in RUNS})
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ class SavingTrainer(QuantizedEngineMixin, Trainer):
     train = Trainer.train
 
 
-def main(directory: Path, state_dict_type: str) -> None:
+def main(directory, state_dict_type):
     os.environ["FSDP_STATE_DICT_TYPE"] = state_dict_type
     data = Dataset.from_dict({"input_ids": [[5, 6, 7, 8]] * 8, "labels": [[5, 6, 7, 8]] * 8})
     args = TrainingArguments(
@@ -54,8 +54,8 @@ def main(directory: Path, state_dict_type: str) -> None:
     weights = trainer.accelerator.get_state_dict(trainer.model)
     if trainer.accelerator.is_main_process:
         torch.save(weights, directory / "expected.pt")
-        kind = str(trainer.accelerator.state.fsdp_plugin.state_dict_type)
-        print_record({"kind": kind, "split": type(trainer.model).__name__})
+    kind = str(trainer.accelerator.state.fsdp_plugin.state_dict_type)
+    print_record({"kind": kind, "split": type(trainer.model).__name__})
 
 
 if __name__ == "__main__":

@@ -1,11 +1,8 @@
 """Builds trainers that must not reach an engine."""
 
-from pathlib import Path
-from typing import Any
-
 from datasets import Dataset
 from tiny import tiny_model, tiny_tokenizer
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from trl_qurl import (
     QuRLGRPOConfig,
@@ -16,12 +13,15 @@ from trl_qurl import (
     QuRLRLOOTrainer,
 )
 
-CONFIGS = {
-    QuRLGRPOTrainer: QuRLGRPOConfig,
-    QuRLRLOOTrainer: QuRLRLOOConfig,
-    QuRLPPOTrainer: QuRLPPOConfig,
+KINDS = {
+    "GRPO": (QuRLGRPOTrainer, QuRLGRPOConfig),
+    "PPO": (QuRLPPOTrainer, QuRLPPOConfig),
+    "RLOO": (QuRLRLOOTrainer, QuRLRLOOConfig),
 }
-TRLS = {GRPOTrainer: GRPOConfig}
+"""The trainers and their configs, by algorithm."""
+
+CONFIGS = dict(KINDS.values())
+TRLS = {GRPOTrainer: GRPOConfig, RLOOTrainer: RLOOConfig}
 SETTINGS = {
     "use_cpu": True,
     "bf16": False,
@@ -36,27 +36,19 @@ STARTED = "an engine was started"
 """The error of a trainer that passes all checks."""
 
 
-def start_no_engine(*args: Any, **kwargs: Any) -> None:
+def start_no_engine(*args, **kwargs):
     raise AssertionError(STARTED)
 
 
-def reward(completions: list[str], **kwargs: Any) -> list[float]:
+def reward(completions, **kwargs):
     return [0.0] * len(completions)
 
 
-def settings_of(cls: type, directory: Path, **settings: Any) -> Any:
+def settings_of(cls, directory, **settings):
     return (CONFIGS | TRLS)[cls](str(directory), **SETTINGS | settings)
 
 
-def build(
-    cls: type,
-    directory: Path,
-    *,
-    model: Any = None,
-    function: Any = reward,
-    data: Any = PROMPTS,
-    **given: Any,
-) -> Any:
+def build(cls, directory, *, model=None, function=reward, data=PROMPTS, **given):
     """A trainer of a tiny model, unless it is refused."""
     given = {"args": settings_of(cls, directory), "processing_class": tiny_tokenizer()} | given
     return cls(tiny_model() if model is None else model, function, train_dataset=data, **given)
