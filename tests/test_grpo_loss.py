@@ -8,7 +8,7 @@ import re
 
 import pytest
 import torch
-from peft import LoHaConfig, LoKrConfig, LoraConfig, OFTConfig, get_peft_model
+from peft import LoHaConfig, LoKrConfig, LoraConfig, get_peft_model
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from reference_loss import reference_loss
 from support import losses
@@ -17,6 +17,8 @@ from support.losses import (
     EPSILON_HIGH,
     EPSILON_LOW,
     ROWS,
+    assert_close,
+    assert_equal,
     give_invalid_logps,
     gradients,
     logps_of,
@@ -42,10 +44,10 @@ B, T = 4, 6
 
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory):
-    directory, reward = (
-        tmp_path_factory.mktemp("out"),
-        lambda completions, **kwargs: [0.0] * len(completions),
-    )
+    def reward(completions, **kwargs):
+        return [0.0] * len(completions)
+
+    directory = tmp_path_factory.mktemp("out")
     trainer = losses.build(QuRLGRPOTrainer, directory, tiny_model(), reward, None, tiny_tokenizer())
     trainer.current_gradient_accumulation_steps = 1
     return trainer
@@ -57,31 +59,25 @@ def batch(trainer):
     1e5.
     """
     inputs = losses.random_batch(torch.tensor([T, 3, 1, 4]), T)
-    inputs |= {
-        "advantages": torch.tensor([1.5, -0.7, 0.3, 0.9]),
-        "num_items_in_batch": torch.tensor(40),
-    }
+    inputs["advantages"] = torch.tensor([1.5, -0.7, 0.3, 0.9])
+    inputs["num_items_in_batch"] = torch.tensor(40)
     with torch.no_grad():
         policy_logps = logps_of(trainer, inputs)
-    inputs["old_per_token_logps"] = policy_logps + 0.4 * torch.randn(B, T)
+    proximal_logps = policy_logps + 0.4 * torch.randn(B, T)
     log_rho = 11.5 * (2 * torch.rand(B, T) - 1)  # ln(1e5) = 11.5
     log_rho[:, ::2] = 0.3 * torch.randn(B, 3)  # as usual in training
     log_rho[0, :2] = torch.tensor([1.2, 0.9])  # above the cap, positive advantage
-    behavior_logps = inputs["old_per_token_logps"] - log_rho
-    behavior_logps[0, 3] = behavior_logps[3, 1] = torch.nan
+    behavior_logps = proximal_logps - log_rho
+    behavior_logps[0, 3] = torch.nan
+    behavior_logps[3, 1] = torch.nan
     # Padding holds whatever TRL padded with: its ratio must reach neither loss nor metrics.
     behavior_logps[inputs["completion_mask"] == 0] = 1000.0
+    inputs["old_per_token_logps"] = proximal_logps
     inputs["sampling_per_token_logps"] = behavior_logps
-    inputs["importance_sampling_ratio"] = trl_ratio(inputs)
+    # TRL puts this beside the tokens with `token_truncate` and C = 2
+    difference = (proximal_logps - behavior_logps) * inputs["completion_mask"]
+    inputs["importance_sampling_ratio"] = difference.nan_to_num(0.0).exp().clamp(max=CAP)
     return inputs
-
-
-def trl_ratio(inputs):
-    """What TRL puts beside the tokens with `token_truncate` and C = 2."""
-    difference = (inputs["old_per_token_logps"] - inputs["sampling_per_token_logps"]) * inputs[
-        "completion_mask"
-    ]
-    return difference.nan_to_num(0.0).exp().clamp(max=CAP)
 
 
 def test_a_prompt_that_fills_the_context_ends_a_rollout_in_our_words(trainer):
@@ -91,44 +87,35 @@ def test_a_prompt_that_fills_the_context_ends_a_rollout_in_our_words(trainer):
 
 @pytest.mark.parametrize("returned", ["right", {"score": 1.0}])
 def test_rewards_that_are_no_numbers_name_their_function(returned, trainer, monkeypatch):
-    rows = [{"prompt": "ab"}] * 4
-    monkeypatch.setattr(
-        trainer, "reward_funcs", [lambda completions, **kwargs: [returned] * len(completions)]
-    )
+    monkeypatch.setattr(trainer, "reward_funcs", [lambda **kwargs: [returned] * 4])
     monkeypatch.setattr(trainer, "reward_func_names", ["judged"])
-    with pytest.raises(
-        ValueError, match="Rewards .judged. must be a number, or None, per completion: "
-    ):
-        trainer._generate_and_score_completions(rows)
+    with pytest.raises(ValueError, match="judged.*must be a number"):
+        trainer._generate_and_score_completions(ROWS[:4])
 
+
+def test_errors_of_reward_functions_stay_and_calls_that_fail_are_explained(trainer, monkeypatch):
     def broken(completions, **kwargs):
         raise TypeError("of the function's own")
-
-    monkeypatch.setattr(trainer, "reward_funcs", [broken])
-    with pytest.raises(TypeError, match="of the function's own"):
-        trainer._generate_and_score_completions(rows)
 
     def graded(completions, answer, **kwargs):  # a stream's columns are known only now
         return [0.0] * len(completions)
 
-    monkeypatch.setattr(trainer, "reward_funcs", [graded])
-    with pytest.raises(
-        TypeError, match=r"cannot call a reward function .*'answer'.*remove_unused_columns=True"
-    ):
-        trainer._generate_and_score_completions(rows)
+    explained = "'answer'.*remove_unused_columns=True"
+    for function, message in ((broken, "of the function's own"), (graded, explained)):
+        monkeypatch.setattr(trainer, "reward_funcs", [function])
+        with pytest.raises(TypeError, match=message):
+            trainer._generate_and_score_completions(ROWS[:4])
 
 
-def reference(trainer, inputs, objective, loss_type):
-    behavior_logps = inputs["sampling_per_token_logps"].masked_fill(
-        inputs["completion_mask"] == 0, torch.nan
-    )
+def reference(trainer, inputs, objective, loss_type, mask=None):
+    learned = inputs["completion_mask"] if mask is None else mask
     return reference_loss(
         objective,
         logps_of(trainer, inputs),
         inputs["old_per_token_logps"],
-        behavior_logps,
+        inputs["sampling_per_token_logps"].masked_fill(learned == 0, torch.nan),
         inputs["advantages"],
-        inputs["completion_mask"],
+        learned,
         loss_type=loss_type,
         epsilon_low=EPSILON_LOW,
         epsilon_high=EPSILON_HIGH,
@@ -140,26 +127,20 @@ def reference(trainer, inputs, objective, loss_type):
 
 def test_two_changed_lines_leave_the_model_as_it_is(trainer):
     """At TRL's default learning rate, where UAQ was on by default once."""
-    start = tiny_model().state_dict()
     assert trainer.args.learning_rate == 1e-6
-    assert all(
-        torch.equal(value, start[name]) for name, value in trainer.model.state_dict().items()
-    )
+    assert_equal(dict(trainer.model.state_dict()), dict(tiny_model().state_dict()))
     assert "uaq_scale" not in trainer.model.config.to_dict()
 
 
 @pytest.mark.parametrize("loss_type", CLIPPED_LOSS_TYPES)
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_loss_and_gradient_equal_the_reference(objective, loss_type, trainer, batch):
-    trainer.args.objective, trainer.loss_type = objective, loss_type
+    trainer.args.objective = objective
+    trainer.loss_type = loss_type
     loss = our_loss(trainer, batch)
     expected = reference(trainer, batch, objective, loss_type)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
-    actual_gradients, expected_gradients = gradients(trainer, loss), gradients(trainer, expected)
-    for name, gradient in expected_gradients.items():
-        torch.testing.assert_close(
-            actual_gradients[name], gradient, rtol=1e-4, atol=1e-6 * gradient.abs().max().item()
-        )
+    assert_close(gradients(trainer, loss), gradients(trainer, expected), 1e-4, 1e-6)
 
 
 @pytest.mark.parametrize(("level", "delta"), [("token", None), ("token", 1.5), ("sequence", 1.5)])
@@ -170,41 +151,39 @@ def test_every_loss_of_trls_is_trls_own(
 ):
     monkeypatch.setattr(trainer, "importance_sampling_level", level)
     monkeypatch.setattr(trainer.args, "delta", delta)
-    trainer.args.objective, trainer.loss_type = objective, loss_type
+    trainer.args.objective = objective
+    trainer.loss_type = loss_type
     theirs = GRPOTrainer._compute_loss(trainer, trainer.model, batch)
     trainer._metrics["train"].clear()
     ours = our_loss(trainer, batch)
     assert ours.item() == theirs.item() != 0
     assert trainer._metrics["train"]["policy/approx_kl"][0] > 0
-    ours_gradients, theirs_gradients = gradients(trainer, ours), gradients(trainer, theirs)
-    assert all(
-        torch.equal(ours_gradients[name], gradient) for name, gradient in theirs_gradients.items()
-    )
+    assert_equal(gradients(trainer, ours), gradients(trainer, theirs))
 
 
 def test_clip_metrics_count_the_lifted_bounds(trainer, batch):
-    trainer.args.objective, trainer.loss_type = "acr", "dapo"
+    trainer.args.objective = "acr"
+    trainer.loss_type = "dapo"
     # One advantage for all, positive: then only the upper bound clips, and every token above it is
     # counted.
     batch["advantages"] = torch.ones(B)
     trainer._metrics["train"].clear()
     our_loss(trainer, batch)
+    proximal_logps = batch["old_per_token_logps"]
+    learned = batch["completion_mask"].bool()
     with torch.no_grad():
-        ratio = (logps_of(trainer, batch) - batch["old_per_token_logps"]).exp()
-    rho = (batch["old_per_token_logps"] - batch["sampling_per_token_logps"]).exp().nan_to_num(1.0)
-    lifted = let_through = clipped = tokens = 0
-    for i in range(B):
-        for t in range(int(batch["completion_mask"][i].sum())):
-            upper = (1 + EPSILON_HIGH) * max(1.0, rho[i, t].item() / CAP)
-            tokens += 1
-            lifted += rho[i, t].item() > CAP
-            clipped += ratio[i, t].item() > upper
-            let_through += 1 + EPSILON_HIGH < ratio[i, t].item() <= upper
-    assert lifted and let_through and clipped, "the inputs show nothing"
-    metrics = {name: values[-1] for name, values in trainer._metrics["train"].items()}
-    assert metrics["acr/lifted_share"] == pytest.approx(lifted / tokens)
-    assert metrics["acr/let_through_share"] == pytest.approx(let_through / tokens)
-    assert metrics["clip_ratio/high_mean"] == pytest.approx(clipped / tokens)
+        ratio = (logps_of(trainer, batch) - proximal_logps).exp()[learned]
+    rho = (proximal_logps - batch["sampling_per_token_logps"]).exp().nan_to_num(1.0)[learned]
+    upper = (1 + EPSILON_HIGH) * (rho / CAP).clamp(min=1.0)
+    counts = {
+        "acr/lifted_share": rho > CAP,
+        "acr/let_through_share": (ratio > 1 + EPSILON_HIGH) & (ratio <= upper),
+        "clip_ratio/high_mean": ratio > upper,
+    }
+    for name, is_counted in counts.items():
+        assert is_counted.any(), "the inputs show nothing"
+        share = is_counted.float().mean().item()
+        assert trainer._metrics["train"][name][-1] == pytest.approx(share), name
 
 
 def test_evaluation_uses_the_same_loss(trainer, batch):
@@ -216,10 +195,8 @@ def test_evaluation_uses_the_same_loss(trainer, batch):
 
 
 def test_the_guard_judges_evaluations(trainer, batch):
-    logps, learned = (
-        batch["old_per_token_logps"].repeat(16, 1),
-        batch["completion_mask"].bool().repeat(16, 1),
-    )
+    logps = batch["old_per_token_logps"].repeat(16, 1)
+    learned = batch["completion_mask"].bool().repeat(16, 1)
     with losses.evaluating(trainer):
         for behavior in (logps, logps + 1.0):
             trainer._mismatch.add(logps, behavior, learned, CAP)
@@ -228,33 +205,16 @@ def test_the_guard_judges_evaluations(trainer, batch):
     assert trainer._metrics["eval"]["mismatch/guard"] == [0, 1]
 
 
-def test_gradient_accumulation_and_tool_tokens(trainer, batch):
-    # Tool output is in the completion but was not sampled: it counts for nothing.
-    trainer.args.objective, trainer.loss_type = "acr", "bnpo"
+def test_gradient_accumulation_and_tool_tokens(trainer, batch, monkeypatch):
+    # Tool output is in the completion but was not sampled: it counts for nothing. The policy still
+    # reads it.
+    trainer.args.objective = "acr"
+    trainer.loss_type = "bnpo"
     tool_mask = torch.ones(B, T, dtype=torch.long)
     tool_mask[0, 1:3] = 0
-    with_tools = {**batch, "tool_mask": tool_mask}
-    trainer.current_gradient_accumulation_steps = 2
-    try:
-        loss = our_loss(trainer, with_tools)
-    finally:
-        trainer.current_gradient_accumulation_steps = 1
-    learned = {**batch, "completion_mask": batch["completion_mask"] * tool_mask}
-    # The policy still reads the tool tokens, so the log-probabilities come from the whole
-    # completion.
-    logps = logps_of(trainer, batch)
-    expected = reference_loss(
-        "acr",
-        logps,
-        batch["old_per_token_logps"],
-        batch["sampling_per_token_logps"],
-        batch["advantages"],
-        learned["completion_mask"],
-        loss_type="bnpo",
-        epsilon_low=EPSILON_LOW,
-        epsilon_high=EPSILON_HIGH,
-        cap=CAP,
-    )
+    monkeypatch.setattr(trainer, "current_gradient_accumulation_steps", 2)
+    loss = our_loss(trainer, batch | {"tool_mask": tool_mask})
+    expected = reference(trainer, batch, "acr", "bnpo", batch["completion_mask"] * tool_mask)
     assert loss.item() == pytest.approx(expected.item() / 2, rel=1e-5)
 
 
@@ -277,42 +237,49 @@ def rollout_of(trainer):
     return trainer._generate_and_score_completions(ROWS)
 
 
+def latest(trainer):
+    return {name: values[-1] for name, values in trainer._metrics["train"].items() if values}
+
+
+def begin_rollout(trainer, monkeypatch):
+    """Until the end of the test, as far as the trainer's counts go."""
+    monkeypatch.setattr(trainer, "_buffered_inputs", None)
+    monkeypatch.setattr(trainer, "_step", 0)
+
+
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_one_update_per_rollout_needs_no_scoring_pass(objective, trainer, monkeypatch):
     monkeypatch.setattr(trainer.args, "objective", objective)
     trainer.loss_type = "dapo"
-
     torch.manual_seed(0)
     scored = rollout_of(trainer)
-    scored_metrics = {name: values[-1] for name, values in trainer._metrics["train"].items()}
+    scored_metrics = latest(trainer)
     one_update_per_rollout(trainer, monkeypatch)
     torch.manual_seed(0)
     unscored = rollout_of(trainer)
-    assert "old_per_token_logps" not in unscored and "importance_sampling_ratio" not in unscored
+    assert "old_per_token_logps" not in unscored
+    assert "importance_sampling_ratio" not in unscored
     assert trainer._metrics["train"]["time/logps_s"] == [0.0]
     # The very same rollout, so that the losses can be compared.
     unscored = {name: part for name, part in scored.items() if name in unscored}
     advantages = torch.linspace(-1, 1, len(ROWS))
-    for part in range(4):
-        rows_of_part = slice(B * part, B * part + B)
-        losses = []
-        for batch in (scored, unscored):
-            micro_batch = {
-                name: part[rows_of_part] if part.dim() else part for name, part in batch.items()
-            }
-            micro_batch["advantages"] = advantages[rows_of_part]
-            monkeypatch.setattr(trainer, "_step", part)
-            losses.append(trainer._compute_loss(trainer.model, micro_batch))
+
+    def loss_of(rollout, step):
+        rows = slice(B * step, B * step + B)
+        batch = {name: part[rows] if part.dim() else part for name, part in rollout.items()}
+        batch["advantages"] = advantages[rows]
+        monkeypatch.setattr(trainer, "_step", step)
+        return our_loss(trainer, batch)
+
+    for step in range(4):
+        theirs = loss_of(scored, step)
+        ours = loss_of(unscored, step)
         # Scoring passes over other rows at once, and so rounds otherwise.
-        assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-4, abs=1e-6)
-        ours, theirs = gradients(trainer, losses[1]), gradients(trainer, losses[0])
-        for name, gradient in theirs.items():
-            torch.testing.assert_close(
-                ours[name], gradient, rtol=1e-3, atol=1e-4 * gradient.abs().max().item()
-            )
-    metrics = {name: values[-1] for name, values in trainer._metrics["train"].items()}
+        assert ours.item() == pytest.approx(theirs.item(), rel=1e-4, abs=1e-6)
+        assert_close(gradients(trainer, ours), gradients(trainer, theirs), 1e-3, 1e-4)
     measured = {name for name in scored_metrics if name.startswith(("mismatch/", "sampling/"))}
     assert len(measured) == 11 + 5, "TRL's five are logged without its scoring pass, too"
+    metrics = latest(trainer)
     for name in measured:
         assert metrics[name] == pytest.approx(scored_metrics[name], rel=1e-2, abs=1e-7), name
 
@@ -326,8 +293,7 @@ def test_a_rollout_is_scored_without_dropout(is_one_update, trainer, monkeypatch
     assert trainer.model.training and "old_per_token_logps" in batch
     assert trainer._metrics["train"]["mismatch/kl_k3"][0] < 1e-3
     with torch.no_grad():
-        noisy = trainer.model(torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)).logits
-        again = trainer.model(torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)).logits
+        noisy, again = (trainer.model(batch["completion_ids"]).logits for _ in range(2))
     assert not torch.equal(noisy, again), "the loss keeps its dropout"
 
 
@@ -337,56 +303,54 @@ def test_dropout_is_found_in_modules_and_in_the_configuration(trainer, monkeypat
     assert has_dropout(trainer.model)
     monkeypatch.setattr(trainer.model.dropped, "p", 0.0)
     assert not has_dropout(trainer.model)
-    for name, value, found in (
-        ("classifier_dropout", 0.1, False),
-        ("hidden_dropout", 0.1, True),
-        ("router_jitter_noise", 0.1, True),
-        ("encoder_layerdrop", 0.1, True),
-        ("vision_config", {"drop_path_rate": 0.1}, True),
-        ("vision_config", {"drop_path_rate": 0.0}, False),
-    ):
-        with monkeypatch.context() as patch:
-            patch.setattr(trainer.model.config, name, value, raising=False)
-            assert has_dropout(trainer.model) is found, name
+    monkeypatch.setattr(trainer.model.config, "hidden_dropout", 0.1, raising=False)
+    assert has_dropout(trainer.model)
+
+
+@pytest.mark.parametrize(
+    ("setting", "is_noise"),
+    [
+        ({"classifier_dropout": 0.1}, False),
+        ({"router_jitter_noise": 0.1}, True),
+        ({"encoder_layerdrop": 0.1}, True),
+        ({"vision_config": {"drop_path_rate": 0.1}}, True),
+        ({"vision_config": {"drop_path_rate": 0.0}}, False),
+    ],
+)
+def test_settings_of_noise(setting, is_noise):
+    assert bool(noise_settings(setting)) is is_noise
+
+
+def test_a_rollout_is_not_scored_with_noise(trainer, monkeypatch):
     assert trainer._scores_in_update is False  # several updates
     one_update_per_rollout(trainer, monkeypatch)
     assert trainer._scores_in_update
     monkeypatch.setattr(trainer.args, "neftune_noise_alpha", 5.0)
-    assert not trainer._scores_in_update, "the rollout would be scored with noise"
-
-
-WHERE = {"target_modules": ["q_proj"]}
+    assert not trainer._scores_in_update
 
 
 @pytest.mark.parametrize(
     ("adapter", "found"),
     [
-        (LoHaConfig(rank_dropout=0.5, **WHERE), True),
-        (LoHaConfig(module_dropout=0.5, **WHERE), True),
-        (LoKrConfig(rank_dropout=0.5, **WHERE), True),
-        (LoKrConfig(module_dropout=0.5, **WHERE), True),
-        (LoKrConfig(rank_dropout_scale=True, **WHERE), False),
-        (OFTConfig(module_dropout=0.5, **WHERE), True),
-        (LoraConfig(lora_dropout=0.5, **WHERE), True),
-        (LoraConfig(**WHERE), False),
+        (LoHaConfig(rank_dropout=0.5), True),
+        (LoKrConfig(rank_dropout_scale=True), False),
+        (LoraConfig(lora_dropout=0.5), True),
     ],
 )
 def test_dropout_of_adapters_is_found(adapter, found):
+    adapter.target_modules = ["q_proj"]
     assert has_dropout(get_peft_model(tiny_model(), adapter)) is found
 
 
 def test_dropout_of_every_adapter_that_merges_is_found():
-    settings = [
-        (config, field.name)
-        for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()
-        for field in dataclasses.fields(config)
-        if kind.value in MERGED.split()
-        and "dropout" in field.name
-        and field.name != "rank_dropout_scale"
-    ]
-    assert len(settings) > 8
-    for config, name in settings:
-        assert noise_settings({name: 0.1}) == [name], config.__name__
+    found = []
+    for kind in MERGED.split():
+        config = PEFT_TYPE_TO_CONFIG_MAPPING[kind]
+        names = {field.name for field in dataclasses.fields(config) if "dropout" in field.name}
+        for name in names - {"rank_dropout_scale"}:
+            assert noise_settings({name: 0.1}) == [name], config.__name__
+            found.append(name)
+    assert len(found) > 8
 
 
 class OwnLoss(QuRLGRPOTrainer):
@@ -394,10 +358,9 @@ class OwnLoss(QuRLGRPOTrainer):
 
     def _compute_loss(self, model, inputs):
         logps = logps_of(self, inputs)
-        weight = (
-            inputs["importance_sampling_ratio"] if self.vllm_importance_sampling_correction else 1.0
-        )
-        loss = -torch.exp(logps - inputs.get("old_per_token_logps", logps.detach())) * weight
+        loss = -torch.exp(logps - inputs.get("old_per_token_logps", logps.detach()))
+        if self.vllm_importance_sampling_correction:
+            loss = loss * inputs["importance_sampling_ratio"]
         return (loss * inputs["advantages"].unsqueeze(1) * inputs["completion_mask"]).sum()
 
 
@@ -413,31 +376,30 @@ def test_a_subclass_with_its_own_loss_or_pass_gets_trls_batch(
     kind, is_one_update, trainer, monkeypatch
 ):
     monkeypatch.setattr(trainer.args, "objective", "acr")
-    monkeypatch.setattr(trainer, "_buffered_inputs", None)
-    monkeypatch.setattr(trainer, "_step", 0)
+    begin_rollout(trainer, monkeypatch)
     monkeypatch.setattr(trainer, "__class__", kind)
     trainer._metrics["train"].clear()
     trainer.training_step(trainer.model, ROWS, None)
     trainer.model.zero_grad()
-    batch, logged = trainer._buffered_inputs[0], trainer._metrics["train"]
-    ratio = (batch["old_per_token_logps"] - batch["sampling_per_token_logps"]).exp().clamp(max=CAP)
+    batch = trainer._buffered_inputs[0]
+    difference = batch["old_per_token_logps"] - batch["sampling_per_token_logps"]
     learned = batch["completion_mask"].bool()
-    torch.testing.assert_close(batch["importance_sampling_ratio"][learned], ratio[learned])
-    assert {
+    ratio = difference.exp().clamp(max=CAP)[learned]
+    torch.testing.assert_close(batch["importance_sampling_ratio"][learned], ratio)
+    expected = {
         "mismatch/kl_k3",
         "mismatch/guard",
         "sampling/importance_sampling_ratio/mean",
-    } <= logged.keys()
+    }
+    assert expected <= trainer._metrics["train"].keys()
 
 
 def test_smoothing_learns_from_the_pass_that_scores_and_from_no_other(
     is_one_update, trainer, monkeypatch
 ):
     monkeypatch.setattr(trainer.args, "objective", "acr")
-    smoothing, sync = (
-        trainer.vllm_generation.weights.smoothing,
-        trainer.vllm_generation.sync_weights,
-    )
+    smoothing = trainer.vllm_generation.weights.smoothing
+    sync = trainer.vllm_generation.sync_weights
     monkeypatch.setattr(trainer.vllm_generation, "sync_weights", lambda: (sync(), due()))
 
     def due():
@@ -445,15 +407,13 @@ def test_smoothing_learns_from_the_pass_that_scores_and_from_no_other(
         smoothing._inputs.clear()
 
     monkeypatch.setattr(trainer.vllm_generation.sync, "_sent", None)
-    monkeypatch.setattr(trainer, "_buffered_inputs", None)
-    monkeypatch.setattr(trainer, "_step", 0)
+    begin_rollout(trainer, monkeypatch)
     trainer.model.gradient_checkpointing_enable()
-    own_loss = type(trainer)._compute_loss
+    own_loss = QuRLGRPOTrainer._compute_loss
 
     def with_another_term(self, model, inputs):  # of another length, and without a mask
-        return (
-            own_loss(self, model, inputs) + 0.01 * model(inputs["prompt_ids"]).logits.pow(2).mean()
-        )
+        other = model(inputs["prompt_ids"]).logits.pow(2).mean()
+        return own_loss(self, model, inputs) + 0.01 * other
 
     monkeypatch.setattr(QuRLGRPOTrainer, "_compute_loss", with_another_term)
     try:
@@ -466,44 +426,12 @@ def test_smoothing_learns_from_the_pass_that_scores_and_from_no_other(
         trainer.model.gradient_checkpointing_disable()
         trainer.model.zero_grad()
         smoothing.collects = False
-    tokens = sum(
-        (part["prompt_mask"].sum() + part["completion_mask"].sum()).item()
-        for part in trainer._buffered_inputs
-    )
-    counts = {name: sums[-1].item() for name, sums in smoothing._inputs.items()}
-    assert len(counts) >= 4 and set(counts.values()) == {tokens}
+    tokens = 0
+    for part in trainer._buffered_inputs:
+        tokens += (part["prompt_mask"].sum() + part["completion_mask"].sum()).item()
+    counts = [sums[-1].item() for sums in smoothing._inputs.values()]
+    assert len(counts) >= 4 and set(counts) == {tokens}
     smoothing._inputs.clear()
-
-
-def test_cut_distributions_shrink_the_ratio_by_what_was_kept(trainer, monkeypatch):
-    """Why `top_p` and its like are warned of: ρ is too small by the factor S, the probability of
-    the tokens kept.
-    """
-    means, logged = {}, trainer._metrics["train"]
-    for top_p in (1.0, 0.9, 0.5):
-        monkeypatch.setattr(trainer.vllm_generation, "top_p", top_p)
-        batch = rollout_of(trainer)
-        means[top_p] = logged["mismatch/ratio_mean"][0]
-    assert means[1.0] == pytest.approx(1.0, abs=0.01)
-    # Of the last rollout, by the trainer's own distribution: the fewest tokens with half of it, or
-    # a little more.
-    batch = {
-        name: batch[name]
-        for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
-    }
-    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
-    with torch.no_grad():
-        attended = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
-        probabilities = trainer.model(ids, attention_mask=attended).logits.softmax(-1)[:, :-1]
-    ordered = (
-        probabilities[:, -batch["completion_ids"].size(1) :]
-        .sort(-1, descending=True)
-        .values.cumsum(-1)
-    )
-    kept = torch.where(ordered >= 0.5, ordered, 2.0).amin(-1)  # (B, T)
-    learned = batch["completion_mask"].bool()
-    assert means[0.5] == pytest.approx(kept[learned].mean().item(), abs=0.01)
-    assert 0.89 < means[0.9] < 0.93
 
 
 def test_the_mismatch_is_that_of_one_whole_rollout(trainer, monkeypatch):
@@ -511,27 +439,27 @@ def test_the_mismatch_is_that_of_one_whole_rollout(trainer, monkeypatch):
     these four.
     """
     one_update_per_rollout(trainer, monkeypatch)
-    trainer.args.objective, trainer.loss_type = "acr", "dapo"
+    trainer.args.objective = "acr"
+    trainer.loss_type = "dapo"
     trainer._metrics["train"].clear()
-    logged, micro_batches = trainer._metrics["train"], []
-    for step in range(8):
-        trainer.training_step(trainer.model, ROWS, None)
-        micro_batches.append(trainer._buffered_inputs[step % 4])
-        assert len(logged["mismatch/kl_k3"]) == (step + 1) // 4, f"after micro-batch {step + 1}"
-        assert len(logged["mismatch/guard"]) == (step + 1) // 4, "the guard judges rollouts"
-    trainer.model.zero_grad()
+    logged = trainer._metrics["train"]
     for rollout in range(2):
-        sums, largest = torch.zeros(9, dtype=torch.float64), 0.0
-        for batch in micro_batches[4 * rollout : 4 * rollout + 4]:
+        sums = torch.zeros(9, dtype=torch.float64)
+        largest = 0.0
+        for step in range(4):
+            assert len(logged["mismatch/kl_k3"]) == rollout, f"after {step} micro-batches"
+            assert len(logged["mismatch/guard"]) == rollout, "the guard judges rollouts"
+            trainer.training_step(trainer.model, ROWS, None)
+            batch = trainer._buffered_inputs[step]
             with torch.no_grad():
-                proximal_logps = logps_of(trainer, batch)
+                logps = logps_of(trainer, batch)
             mask = batch["completion_mask"].bool()
-            part, ratio = mismatch_sums(
-                proximal_logps, batch["sampling_per_token_logps"], mask, CAP
-            )
-            sums, largest = sums + part, max(largest, ratio.item())
+            part, ratio = mismatch_sums(logps, batch["sampling_per_token_logps"], mask, CAP)
+            sums += part
+            largest = max(largest, ratio.item())
         for name, value in mismatch_metrics(sums, largest).items():
             assert logged[name][rollout] == pytest.approx(value, rel=2e-2, abs=1e-9), name
+    trainer.model.zero_grad()
 
 
 @pytest.mark.parametrize("value", [None, -math.inf, math.inf, -9999.0])
@@ -539,23 +467,20 @@ def test_the_mismatch_is_that_of_one_whole_rollout(trainer, monkeypatch):
 def test_a_token_without_a_log_probability_is_left_out(objective, value, trainer, monkeypatch):
     monkeypatch.setattr(trainer.args, "objective", objective)
     give_invalid_logps(trainer, monkeypatch, value, count=1)
-    logged, batch = trainer._metrics["train"], rollout_of(trainer)
+    batch = rollout_of(trainer)
+    logged = latest(trainer)
     tokens = batch["completion_mask"].sum().item()
-    assert tokens > 100 and logged["mismatch/invalid_share"] == [pytest.approx(1 / tokens)]
-    numbers = {name: value for name, values in logged.items() for value in values}
-    assert all(map(math.isfinite, numbers.values())), {
-        n: v for n, v in numbers.items() if not math.isfinite(v)
-    }
-    assert batch["importance_sampling_ratio"].isfinite().all()
+    assert tokens > 100 and logged["mismatch/invalid_share"] == pytest.approx(1 / tokens)
+    assert all(map(math.isfinite, logged.values())), logged
+    ratio = batch["importance_sampling_ratio"]
+    assert ratio.isfinite().all()
     if objective != "trl":  # whose ratio is of completions
-        assert batch["importance_sampling_ratio"][0, 0] == 1
+        assert ratio[0, 0] == 1
 
 
 def test_a_rollout_with_too_many_such_tokens_is_an_error(trainer, monkeypatch):
     give_invalid_logps(trainer, monkeypatch, -math.inf, count=3)
-    with pytest.raises(
-        RuntimeError, match=r"NaN or infinite for [23]\.\d% of this rollout's tokens \(limit 1%\)"
-    ):
+    with pytest.raises(RuntimeError, match=r"for [23]\.\d% of this rollout's tokens \(limit 1%\)"):
         trainer._generate_and_score_completions(ROWS)
 
 
@@ -566,7 +491,7 @@ def test_a_rollout_whose_tokens_the_engine_could_not_score_is_an_error(trainer, 
     monkeypatch.setattr(trainer, "_step", trainer._step)
     for _ in range(3):
         trainer.training_step(trainer.model, ROWS, None)
-    with pytest.raises(RuntimeError, match=r"NaN or infinite for 100\.0% of this rollout's tokens"):
+    with pytest.raises(RuntimeError, match=r"for 100\.0% of this rollout's tokens"):
         trainer.training_step(trainer.model, ROWS, None)
     trainer.model.zero_grad()
     # Nothing to learn from, as where all completions are cut and cut ones are masked, is no fault
@@ -576,46 +501,38 @@ def test_a_rollout_whose_tokens_the_engine_could_not_score_is_an_error(trainer, 
     assert trainer._mismatch.pop() == {}
 
 
+def returning(logprobs):
+    """A rollout function that returns the same for each prompt."""
+
+    def rollout_func(prompts, trainer):
+        ids = [[5, 6]] * len(prompts)
+        given = None if logprobs is None else [logprobs] * len(prompts)
+        return {"prompt_ids": ids, "completion_ids": ids, "logprobs": given}
+
+    return rollout_func
+
+
 def test_a_rollout_function_without_log_probabilities_says_what_to_return(
     is_one_update, trainer, monkeypatch
 ):
-    monkeypatch.setattr(trainer, "_step", 0)
-
-    def rollout_func(prompts, trainer):
-        ids = [[5, 6]] * len(prompts)
-        return {"prompt_ids": ids, "completion_ids": ids, "logprobs": None}
-
-    monkeypatch.setattr(trainer, "rollout_func", rollout_func)
-    with pytest.raises(
-        ValueError, match=r"rollout_func returned logprobs=None.*return a list for each completion"
-    ):
-        trainer.training_step(trainer.model, ROWS, None)
+    monkeypatch.setattr(trainer, "rollout_func", returning(None))
+    with pytest.raises(ValueError, match=r"logprobs=None.*return a list for each completion"):
+        trainer._generate_and_score_completions(ROWS)
 
 
-RETURNED = {
-    "a number per token": ([[-1.0, -2.0]], True),
-    "a list per token, as vLLM gives": ([[[-1.0], [-2.0]]], True),
-    "several per token": ([[[-1.0, -3.0], [-2.0, -3.0]]], False),
-    "one for all tokens": ([-1.0], False),
-    "too few": ([[-1.0]], False),
-    "texts": ([["a", "b"]], False),
-}
+# a number per token, or a list, as vLLM gives
+@pytest.mark.parametrize("logprobs", [[-1.0, -2.0], [[-1.0], [-2.0]]])
+def test_log_probabilities_of_a_rollout_function(logprobs, trainer, monkeypatch):
+    monkeypatch.setattr(trainer, "rollout_func", returning(logprobs))
+    assert trainer._generate(["ab", "cd"])[4] == [[-1.0, -2.0]] * 2
 
 
-@pytest.mark.parametrize(("logprobs", "is_right"), RETURNED.values(), ids=RETURNED)
-def test_log_probabilities_of_a_rollout_function(logprobs, is_right, trainer, monkeypatch):
-    def rollout_func(prompts, trainer):
-        ids = [[5, 6]] * len(prompts)
-        return {"prompt_ids": ids, "completion_ids": ids, "logprobs": logprobs * len(prompts)}
-
-    monkeypatch.setattr(trainer, "rollout_func", rollout_func)
-    if is_right:
-        assert trainer._generate(["ab", "cd"])[4] == [[-1.0, -2.0]] * 2
-    else:
-        with pytest.raises(
-            ValueError, match="rollout_func must return, as logprobs, .* of its completion_ids"
-        ):
-            trainer._generate(["ab", "cd"])
+# several per token, one for all of them, too few, texts
+@pytest.mark.parametrize("logprobs", [[[-1.0, -3.0], [-2.0, -3.0]], -1.0, [-1.0], ["a", "b"]])
+def test_other_log_probabilities_of_a_rollout_function_are_refused(logprobs, trainer, monkeypatch):
+    monkeypatch.setattr(trainer, "rollout_func", returning(logprobs))
+    with pytest.raises(ValueError, match="rollout_func must return, as logprobs"):
+        trainer._generate(["ab", "cd"])
 
 
 @pytest.fixture
@@ -635,10 +552,9 @@ def test_rollouts_without_a_signal_are_told_of_once(watch, trainer, caplog):
         rollout_of(trainer)  # its reward is 0 for every answer
         assert len(said(caplog)) == (rollout >= 2)
     watch.on_train_end()
-    first, last = said(caplog)
-    cause = "% of the answers were cut off at max_completion_length=8, raise it."
-    assert "Nothing to learn from 3 rollouts in a row: " in first and cause in first
-    assert "The policy has learned nothing: " in last and cause in last
+    for text in said(caplog):
+        assert "cut off at max_completion_length=8" in text
+    assert len(said(caplog)) == 2
 
 
 def rollout(reward=0.0, alike=1.0, cut=0.0, std=0.4):
@@ -649,14 +565,10 @@ def rollout(reward=0.0, alike=1.0, cut=0.0, std=0.4):
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        (
-            rollout(reward=1.0),
-            "all answers to a question earned the same reward, 1 on average, choose harder "
-            "questions",
-        ),
-        (rollout(reward=-1.0), "all answers to a question earned the same reward, -1 on average"),
+        (rollout(reward=1.0), "earned the same reward, 1 on average"),
+        (rollout(reward=-1.0), "earned the same reward, -1 on average"),
         (rollout(reward=math.nan, alike=0.0), "no reward function returned a number"),
-        (rollout(), r"no answer earned a reward, read some .log_completions=True."),
+        (rollout(), r"no answer earned a reward.*log_completions=True"),
         (rollout(cut=1.0, alike=0.0), "100% of the answers were cut off"),
     ],
 )
@@ -666,18 +578,23 @@ def test_the_cause_is_named(row, reason, watch, trainer, monkeypatch, caplog):
     for _ in range(3):
         watch.observe(row)
     [text] = said(caplog)
-    assert re.search(f"Nothing to learn from 3 rollouts in a row: {reason}", text)
+    assert re.search(f"3 rollouts in a row: .*{reason}", text)
 
 
-def test_a_run_that_learns_is_not_warned_of(watch, trainer, monkeypatch, caplog):
+def test_a_run_that_learns_is_not_warned_of(watch, caplog):
     some = rollout(alike=0.97)
     for row in [rollout(), rollout(), some] * 2 + [rollout()]:
         watch.observe(row)
     watch.on_train_end()
     assert said(caplog) == []
+
+
+def test_a_critic_also_learns_from_rewards_that_differ_between_questions(
+    watch, trainer, monkeypatch, caplog
+):
     monkeypatch.setattr(trainer, "_learns_within_groups", QuRLPPOTrainer._learns_within_groups)
     for _ in range(4):
-        watch.observe(rollout())  # a critic also learns from rewards that differ between questions
+        watch.observe(rollout())
     assert said(caplog) == []
     for _ in range(4):
         watch.observe(rollout(std=0.0))
@@ -688,28 +605,25 @@ def test_updates_that_change_no_weight_are_told_of_once(trainer, monkeypatch, ca
     """Rates that move a weight by less than its digits, as with weights in 16 bits. Last: it
     changes the trainer.
     """
-    monkeypatch.setattr(
-        trainer, "reward_funcs", [lambda completions, **kwargs: list(map(float, range(16)))]
-    )
-    for name, value in {
+    monkeypatch.setattr(trainer, "reward_funcs", [lambda **kwargs: list(map(float, range(16)))])
+    settings = {
         "max_steps": 14,
         "logging_steps": 1,
         "save_strategy": "no",
         "lr_scheduler_type": "constant",
-    }.items():
+    }
+    for name, value in settings.items():
         monkeypatch.setattr(trainer.args, name, value)
 
     def train(rate):
         caplog.clear()
-        trainer.optimizer = trainer.lr_scheduler = None
+        trainer.optimizer = None
+        trainer.lr_scheduler = None
         trainer.args.learning_rate = rate
-        trainer._step, trainer._buffered_inputs = 0, None
         trainer.train()
         return [text for text in caplog.messages if "changed no weight" in text]
 
     assert train(0.0) == [], "a rate of 0, as in warmup, is meant"
     [text] = train(1e-50)
-    assert re.search(
-        r"updates of steps \d+ to \d+ changed no weight .* rate is 1e-50 and grad_norm \d", text
-    )
+    assert re.search(r"steps \d+ to \d+ .* rate is 1e-50 and grad_norm \d", text)
     assert train(1e-3) == []

@@ -27,6 +27,7 @@ ROWS = [{"prompt": prompt} for prompt in PROMPTS for _ in range(4)]
 CAP, EPSILON_LOW, EPSILON_HIGH = 2.0, 0.2, 0.28
 
 Batch = dict[str, Any]
+Tensors = dict[str, torch.Tensor]
 
 
 def ready(trainer: Any) -> Any:
@@ -82,12 +83,24 @@ def our_loss(trainer: Any, batch: Batch) -> torch.Tensor:
     return trainer._compute_loss(trainer.model, batch)
 
 
-def gradients(trainer: Any, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+def gradients(trainer: Any, loss: torch.Tensor) -> Tensors:
     trainer.model.zero_grad()
     loss.backward()
-    return {
-        name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None
-    }
+    parameters = trainer.model.named_parameters()
+    return {name: p.grad.clone() for name, p in parameters if p.grad is not None}
+
+
+def assert_equal(seen: Tensors, expected: Tensors) -> None:
+    """All tensors are the same to the last bit."""
+    torch.testing.assert_close(seen, expected, rtol=0, atol=0)
+
+
+def assert_close(seen: Tensors, expected: Tensors, rtol: float, atol: float) -> None:
+    """All gradients are the same; `atol` is a share of each one's largest value."""
+    assert seen.keys() == expected.keys()
+    for name, gradient in expected.items():
+        largest = gradient.abs().max().item()
+        torch.testing.assert_close(seen[name], gradient, rtol=rtol, atol=atol * largest)
 
 
 @contextmanager
