@@ -15,7 +15,7 @@ import requests
 from conftest import SCENARIOS, child_environment, kill_group
 from datasets import Dataset
 from delayed import delay, record_prompts
-from support.deployment import answering_500, at_step, history, recoveries
+from support.deployment import answer_500, at_step, history, recoveries
 from tiny import tiny_tokenizer
 
 from benchmarks.objectives import one_run
@@ -258,10 +258,10 @@ def test_hangs_until_a_second_after_the_trainer_wants_its_rollout(deployment, de
 def test_answers_500_while_a_rollout_is_out(deployment, delayed):
     deployment.up()
     failures = {}
-    with answering_500(deployment, failures) as url:
-        ahead = build(deployment, vllm_server_base_url=url)
-        before_begin(ahead, 2, lambda: failures.update({"/v1/completions": 1}))
-        ahead.train()
+    ahead = build(deployment)
+    answer_500(ahead, failures)
+    before_begin(ahead, 2, lambda: failures.update({"/v1/completions": 1}))
+    ahead.train()
     assert failures == {"/v1/completions": 0}
     assert recoveries(ahead) == 1
     assert history(ahead) == delayed(lost=(2,))
