@@ -57,6 +57,7 @@ class Faults:
 
     def plan(self, fault: str, number: int = 0) -> None:
         self.fault, self.number = fault, number
+        self.server.forget()
         self.server.asked = []
         self.server.is_up = True
 

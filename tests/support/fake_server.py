@@ -136,6 +136,7 @@ class FakeServer:
         self.said: dict[tuple, dict[str, Any]] = {}
         self.asked: list[str] = []
         self.is_up = True
+        self.between = HandedOver()
         self.before_answer: Callable[[str], dict | None] = lambda asked: None
         self.restart()
 
@@ -154,9 +155,13 @@ class FakeServer:
 
     def connect(self, client: ServedEngine) -> None:
         """Open a stream from a client to the worker."""
-        between = HandedOver()
-        client.communicator = between.sender()
-        self.worker.weight_transfer_engine.model_update_group = between.receiver()
+        client.communicator = self.between.sender()
+        self.worker.weight_transfer_engine.model_update_group = self.between.receiver()
+
+    def forget(self) -> None:
+        """Drop what a load left half done, and what was sent for it."""
+        self.between.tensors = queue.Queue()
+        self.worker.rollout_load_failed = False
 
     def answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         asked = body["method"] if path == "/collective_rpc" else path
