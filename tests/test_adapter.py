@@ -28,13 +28,6 @@ from trl_qurl.rollout.engine.launch import starting_checkpoint
 from trl_qurl.rollout.preparation import choose_adapter
 from trl_qurl.rollout.routes import AdapterRoute
 
-PLAIN = {
-    "use_cpu": True,
-    "bf16": False,
-    "report_to": [],
-    "steps_per_generation": 4,
-    "gradient_accumulation_steps": 1,
-}
 TOKENS = torch.tensor([[5, 9, 70, 33]])
 
 
@@ -60,54 +53,37 @@ def logits(model):
 
 
 Q_PROJ = "model.layers.0.self_attn.q_proj"
+INDICES = "model.embed_tokens.token_adapter.trainable_tokens_delta.default"
+# settings of LoRA, and what the reason has to name
 LORA_OBSTACLES = [
-    ({"use_dora": True}, f"{Q_PROJ} uses a LoRA variant that vLLM does not support"),
-    ({"bias": "lora_only"}, f"{Q_PROJ}.bias is trained as well"),
-    ({"lora_bias": True}, "vLLM does not load lora_bias=True, target_parameters=None"),
-    ({"modules_to_save": ["lm_head"]}, "lm_head.weight is trained as well"),
-    (
-        {"target_parameters": ["mlp.down_proj.weight"]},
-        "vLLM does not load lora_bias=False, target_parameters=['mlp",
-    ),
-    (
-        {"trainable_token_indices": [5]},
-        "model.embed_tokens.token_adapter.trainable_tokens_delta.default is trained",
-    ),
-    (
-        {"target_modules": ["q_proj", "lm_head"]},
-        "it adapts lm_head, which is not a linear layer inside the model",
-    ),
-    (
-        {"target_modules": ["embed_tokens"]},
-        "it adapts model.embed_tokens, which is not a linear layer inside the",
-    ),
-    ({"r": 513}, "its rank 513 exceeds vLLM's maximum of 512"),
-    (
-        {"rank_pattern": {"layers.1.self_attn.q_proj": 600}},
-        "its rank 600 exceeds vLLM's maximum of 512",
-    ),
+    ({"use_dora": True}, Q_PROJ),
+    ({"bias": "lora_only"}, f"{Q_PROJ}.bias"),
+    ({"lora_bias": True}, "lora_bias=True"),
+    ({"modules_to_save": ["lm_head"]}, "lm_head.weight"),
+    ({"target_parameters": ["mlp.down_proj.weight"]}, "target_parameters=['mlp"),
+    ({"trainable_token_indices": [5]}, INDICES),
+    ({"target_modules": ["q_proj", "lm_head"]}, "it adapts lm_head"),
+    ({"target_modules": ["embed_tokens"]}, "it adapts model.embed_tokens"),
+    ({"r": 513}, "its rank 513"),
+    ({"rank_pattern": {"layers.1.self_attn.q_proj": 600}}, "its rank 600"),
 ]
 
 
-@pytest.mark.parametrize(("settings", "reason"), LORA_OBSTACLES)
-def test_settings_of_lora_that_vllm_does_not_load(settings, reason):
-    assert adapter_obstacle(adapted(tiny_model(tie_word_embeddings=False), **settings)).startswith(
-        reason
-    )
+@pytest.mark.parametrize(("settings", "named"), LORA_OBSTACLES)
+def test_settings_of_lora_that_vllm_does_not_load(settings, named):
+    assert named in adapter_obstacle(adapted(tiny_model(tie_word_embeddings=False), **settings))
 
 
 def test_policies_without_exactly_one_lora_adapter():
-    assert adapter_obstacle(tiny_model()).startswith("the policy has no adapter")
+    assert "no adapter" in adapter_obstacle(tiny_model())
     ia3 = IA3Config(target_modules=["q_proj"], feedforward_modules=[])
-    assert adapter_obstacle(get_peft_model(tiny_model(), ia3)).startswith(
-        "it is IA3, but vLLM supports only LoRA"
-    )
+    assert "IA3" in adapter_obstacle(get_peft_model(tiny_model(), ia3))
     model = adapted()
     model.get_base_model().model.norm.weight.requires_grad_(True)
-    assert adapter_obstacle(model).startswith("model.norm.weight is trained as well")
+    assert "model.norm.weight" in adapter_obstacle(model)
     model.add_adapter("second", LoraConfig(r=2, target_modules=["v_proj"]))
     model.base_model.set_adapter(["default", "second"])
-    assert adapter_obstacle(model).startswith("2 adapters are active")
+    assert "2 adapters" in adapter_obstacle(model)
 
 
 SENDABLE = {
@@ -188,36 +164,29 @@ def test_engines_are_started_for_the_largest_rank():
 # The decision
 # --------------------------------------------------------------------------------------------------
 
+DORA = "vLLM does not support DoRA"
 DECISIONS = [
-    # requested, obstacle, rank, the server's rank; whether it is sent alone, and why
-    (("auto", None, 4, None), False, "vLLM generates faster without one"),
-    (("auto", "vLLM does not support DoRA", 0, None), False, "vLLM does not support DoRA"),
-    (("adapter", None, 4, None), True, "weight_sync='adapter' requests it"),
-    (("stream", None, 4, None), False, "vLLM generates faster without one"),
-    (("auto", None, 4, 16), True, "the server accepts adapters"),
-    (("adapter", None, 16, 16), True, "weight_sync='adapter' requests it"),
-    (
-        ("checkpoint", None, 4, 0, "START"),
-        False,
-        "the server accepts no adapters, but this one has rank 4: start it",
-    ),
+    # requested, obstacle, rank, the server's rank; whether it is sent alone, and what says why
+    (("auto", None, 4, None), False, "faster"),
+    (("auto", DORA, 0, None), False, DORA),
+    (("adapter", None, 4, None), True, "weight_sync='adapter'"),
+    (("stream", None, 4, None), False, "faster"),
+    (("auto", None, 4, 16), True, "server"),
+    (("adapter", None, 16, 16), True, "weight_sync='adapter'"),
+    (("checkpoint", None, 4, 0, "START"), False, "rank 4: start it"),
 ]
 
 
 @pytest.mark.parametrize(("given", "takes", "reason"), DECISIONS)
 def test_adapters_are_sent_where_they_can_be(given, takes, reason):
     decided, why = choose_adapter(*given)
-    assert decided is takes and why.startswith(reason)
+    assert decided is takes and reason in why
 
 
 def test_an_adapter_that_cannot_be_sent_is_refused_on_request():
-    message = (
-        r"alone \(weight_sync='adapter', round_base=True\) is not possible: vLLM does not support "
-        r"DoRA\. Without"
-    )
     # test_errors.py has refusals that depend on the server
-    with pytest.raises(ValueError, match=message):
-        choose_adapter("adapter", "vLLM does not support DoRA", 0, None)
+    with pytest.raises(ValueError, match=f"weight_sync='adapter', round_base=True.*{DORA}"):
+        choose_adapter("adapter", DORA, 0, None)
 
 
 # The rounded base
@@ -261,10 +230,7 @@ def test_a_base_is_rounded_once():
     check_unrounded(model)
     round_base(model, make_plan(model, "w4a16"), torch.float32)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    with pytest.raises(
-        ValueError,
-        match=r"were rounded to w4a16 before \(round_base\).*load the original model again",
-    ):
+    with pytest.raises(ValueError, match=r"w4a16 before \(round_base\)"):
         round_base(model, make_plan(model, "w4a16"), torch.float32)
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
@@ -304,7 +270,5 @@ def test_a_server_of_the_same_model_has_the_same_base(scheme, dtype, head, tmp_p
     other = route_of(tiny_model(dtype=dtype, tie_word_embeddings=head == "tied", seed=1))
     assert other.digests.keys() == served.keys() and other.digests != served
     route.folder._directory.remove()
-    with pytest.raises(
-        FileNotFoundError, match="The quantized base of this run is gone from .*merge=True"
-    ):
+    with pytest.raises(FileNotFoundError, match=f"{tmp_path}.*merge=True"):
         route.starting_tensors()

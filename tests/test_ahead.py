@@ -16,7 +16,7 @@ from conftest import SCENARIOS, child_environment, kill_group
 from datasets import Dataset
 from delayed import delay, record_prompts
 from support.building import KINDS
-from support.deployment import answering_500, at_step, history, interrupt, recoveries
+from support.deployment import answer_500, at_step, history, interrupt, recoveries
 from tiny import tiny_tokenizer
 
 from benchmarks.objectives import one_run
@@ -220,10 +220,10 @@ def test_hangs_until_a_second_after_the_trainer_wants_its_rollout(deployment, de
 
 def test_answers_500_while_a_rollout_is_out(deployment, delayed):
     failures = {}
-    with answering_500(deployment, failures) as url:
-        ahead = build(deployment, vllm_server_base_url=url)
-        before_second(ahead, lambda: failures.update({"/v1/completions": 1}))
-        ahead.train()
+    ahead = build(deployment)
+    answer_500(ahead, failures)
+    before_second(ahead, lambda: failures.update({"/v1/completions": 1}))
+    ahead.train()
     assert failures == {"/v1/completions": 0}
     assert recoveries(ahead) == 1
     assert history(ahead) == delayed(lost=(2,))
@@ -255,20 +255,20 @@ def test_an_error_leaves_neither_a_request_nor_a_thread(deployment, error):
 
     failures = {"/abort_requests": 1}
     settings = {"max_completion_length": 56, "generation_kwargs": {"ignore_eos": True}}
-    with answering_500(deployment, failures) as url:
-        ahead = build(deployment, reward=breaks, vllm_server_base_url=url, **settings)
-        # A request to a server that has stopped is out for certain, however busy the machine is.
-        before_second(ahead, functools.partial(deployment.hang, 1.0))
-        with pytest.raises(error, match="in a reward"):
-            ahead.train()
-        assert out[1].future.done()
-        assert failures == {"/abort_requests": 0}
-        for thread in threading.enumerate():
-            if thread.name.endswith("(run)"):  # which has handed over an answer, and now ends
-                thread.join(30)
-                assert not thread.is_alive()
-        assert abort_all(deployment) == 0
-        ahead.train()  # nothing is in the way
+    ahead = build(deployment, reward=breaks, **settings)
+    answer_500(ahead, failures)
+    # A request to a server that has stopped is out for certain, however busy the machine is.
+    before_second(ahead, functools.partial(deployment.hang, 1.0))
+    with pytest.raises(error, match="in a reward"):
+        ahead.train()
+    assert out[1].future.done()
+    assert failures == {"/abort_requests": 0}
+    for thread in threading.enumerate():
+        if thread.name.endswith("(run)"):  # which has handed over an answer, and now ends
+            thread.join(30)
+            assert not thread.is_alive()
+    assert abort_all(deployment) == 0
+    ahead.train()  # nothing is in the way
     assert ahead.state.global_step == AHEAD["max_steps"]
     assert recoveries(ahead) == 0
     assert staleness(ahead)[-ROLLOUTS:] == [0, 2, 2, 2]

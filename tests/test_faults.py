@@ -15,7 +15,7 @@ import pytest
 from conftest import SCENARIOS, child_environment, group_members, kill_group
 from support.deployment import (
     COMPUTED,
-    answering_500,
+    answer_500,
     at_step,
     before,
     history,
@@ -269,12 +269,12 @@ def test_two_processes_recover_together(deployment, train, tmp_path):
 def test_answers_500_three_times(deployment, undisturbed):
     deployment.up()
     failures = {}
-    with answering_500(deployment, failures) as url:
-        trainer = deployment.trainer(vllm_server_base_url=url)
-        trainer.add_callback(
-            at_step(1, lambda: failures.update({"/v1/completions": 2, "/collective_rpc": 1}))
-        )
-        trainer.train()
+    trainer = deployment.trainer()
+    answer_500(trainer, failures)
+    trainer.add_callback(
+        at_step(1, lambda: failures.update({"/v1/completions": 2, "/collective_rpc": 1}))
+    )
+    trainer.train()
     assert failures == {"/v1/completions": 0, "/collective_rpc": 0} and recoveries(trainer) == 3
     assert history(trainer) == undisturbed
 

@@ -2,13 +2,15 @@
 time, sent once.
 """
 
+import json
+import threading
 import time
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from support.servers import JSONHandler, serving
 
 from trl_qurl.rollout.engine import guard
 from trl_qurl.rollout.engine.served import ServedEngine
@@ -20,29 +22,48 @@ JSON = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 HTML = (
     b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: 20\r\n\r\n<html>sign in</html>"
 )
+DEAD = b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 15\r\n\r\nEngineDeadError"
 
 
 @contextmanager
-def faulty(fault, limit=30.0):
+def faulty(fault, limit=30.0, start=START):
     """A client, and the requests that reached its server, which answers with bytes once the client
     has connected.
     """
     asked = []
 
-    class Handler(JSONHandler):
-        def respond(self, path, body):
-            asked.append((path, self.headers["Authorization"]))
-            if path in START:
-                return self.send(200, START[path])
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self):
+            self.rfile.read(int(self.headers["Content-Length"] or 0))
+            asked.append((self.path, self.headers["Authorization"]))
+            if self.path in start:
+                body = json.dumps(start[self.path]).encode()
+                head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body)
+                self.wfile.write(head + body)
+                return
             self.close_connection = True
             for part in [fault] if isinstance(fault, bytes) else fault():
                 # Else the client's next request would race with the end of this connection.
                 self.wfile.write(part.replace(b"\r\n", b"\r\nConnection: close\r\n", 1))
 
-    with serving(Handler) as url:
-        client = ServedEngine(base_url=url, request_timeout=limit)
-        asked.clear()
-        yield client, asked
+        do_POST = do_GET
+
+        def log_message(self, *arguments):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        try:
+            client = ServedEngine(base_url=url, request_timeout=limit)
+            paths = [path for path, _ in asked]
+            assert paths == list(START), "TRL's client waits too, and without a limit"
+            asked.clear()
+            yield client, asked
+        finally:
+            server.shutdown()
 
 
 def version(client):
@@ -97,6 +118,8 @@ FAULTS = {
         ALL[-1:],
         "KeyError",
     ),
+    "401": (b"HTTP/1.1 401 No\r\nContent-Length: 0\r\n\r\n", ALL[:-1], "VLLM_API_KEY"),
+    "500": (DEAD, ALL[:-1], "HTTP 500: check the .*EngineDeadError"),
     "502": (b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 0\r\n\r\n", ALL, "502"),
     "503, later": (b"HTTP/1.1 503 Busy\r\nRetry-After: 1\r\nContent-Length: 0\r\n\r\n", ALL, "503"),
     "no answer": (b"", ALL, "is gone"),
@@ -110,11 +133,19 @@ def test_a_fault_is_an_error_and_nothing_is_sent_twice(name):
         for call in calls:
             with pytest.raises(ServerError, match=message):
                 call(client)
-            assert len(asked) == 1, f"{call.__name__} was sent again"
             with pytest.raises(ServerError, match=message):
                 version(client)  # what is queued behind it
+            assert len(asked) == 1, f"{call.__name__} was sent again, or what came after it"
             asked.clear()
             client._failure = None
+
+
+def test_requests_stop_after_one_has_failed():
+    with faulty(DEAD) as (client, asked):
+        with pytest.raises(ServerError) as error:
+            client.generate([[1, 2]] * 500)
+        assert error.value.status == 500
+        assert len(asked) <= 64
 
 
 def headers_in_bytes():
@@ -144,6 +175,15 @@ def test_a_byte_now_and_then_does_not_renew_the_limit(fault, call):
     ):
         call(client)
     assert len(asked) == 1
+
+
+def test_a_server_that_hangs_when_a_run_starts():
+    hangs = faulty(in_bytes, limit=0.5, start={"/health": {}})
+    with (
+        pytest.raises(ServerError, match="did not answer /v1/models .*vllm_request_timeout"),
+        hangs,
+    ):
+        pass
 
 
 @pytest.mark.parametrize("call", [version, image_features])

@@ -30,6 +30,15 @@ def model(tmp_path, monkeypatch):
     return tmp_path / "model"
 
 
+def command(model, *options):
+    """The command that a server of a checkpoint becomes."""
+    return launch.server_command(str(model), "127.0.0.1", 8000, [*options])
+
+
+def option(words, name):
+    return words[words.index(name) + 1]
+
+
 def quantized(model, scheme="int8", ignore=("lm_head",)):
     return launch.starting_checkpoint(str(model), scheme, ignore, {})
 
@@ -40,12 +49,8 @@ def test_the_checkpoint_is_made_once_for_the_same_model_and_settings(model, caps
     assert quantized(model) == first
     assert (first / "model.safetensors").stat().st_mtime_ns == made
     assert capsys.readouterr().out.count("Quantizing") == 1
-    assert (
-        len(
-            {first, quantized(model, "fp8"), quantized(model, ignore=["lm_head", "re:.*down_proj"])}
-        )
-        == 3
-    )
+    others = {quantized(model, "fp8"), quantized(model, ignore=["lm_head", "re:.*down_proj"])}
+    assert len({first, *others}) == 3
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
@@ -93,22 +98,18 @@ def test_the_command_fits_the_build_of_vllm(found, start, cpu, monkeypatch):
     monkeypatch.setattr(
         "importlib.metadata.distributions", lambda name: found if name == "vllm" else []
     )
-    command = " ".join(
-        launch.server_command(str(cpu), "127.0.0.1", 8000, ["--max-model-len", "64"])
-    )
-    assert start.replace("MODEL", str(cpu)) in command
-    assert "--host 127.0.0.1 --port 8000" in command
-    assert "--logprobs-mode processed_logprobs --max-logprobs -1" in command
-    assert "--worker-extension-cls trl_qurl.rollout.engine.worker.RolloutWorker" in command
-    assert command.endswith("--max-model-len 64"), "options of vLLM's are passed on"
+    text = " ".join(command(cpu, "--max-model-len", "64"))
+    assert start.replace("MODEL", str(cpu)) in text
+    assert "--host 127.0.0.1 --port 8000" in text
+    assert "--logprobs-mode processed_logprobs --max-logprobs -1" in text
+    assert f"--worker-extension-cls {WORKER_EXTENSION}" in text
+    assert text.endswith("--max-model-len 64"), "options of vLLM's are passed on"
 
 
 def test_pictures_are_taken_where_the_model_sees(tmp_path):
     for model, takes in ((tiny_vision_model("llava_next"), True), (tiny_model(), False)):
         model.config.save_pretrained(tmp_path)
-        assert (
-            "--enable-scale-out" in launch.server_command(str(tmp_path), "127.0.0.1", 8000, [])
-        ) is takes
+        assert ("--enable-scale-out" in command(tmp_path)) is takes
 
 
 @pytest.fixture
@@ -125,21 +126,19 @@ def gpu(monkeypatch, tmp_path):
 
 
 def test_weight_transfer_is_offered_where_there_is_cuda(gpu, monkeypatch):
-    assert "--weight-transfer-config" in launch.server_command(gpu, "127.0.0.1", 8000, [])
+    assert "--weight-transfer-config" in command(gpu)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    command = launch.server_command(gpu, "127.0.0.1", 8000, [])
-    assert not {"--weight-transfer-config", "--gpu-memory-utilization"} & set(command)
+    assert not {"--weight-transfer-config", "--gpu-memory-utilization"} & set(command(gpu))
 
 
 def test_a_gpu_keeps_room_for_new_weights(gpu):
-    command = launch.server_command(gpu, "127.0.0.1", 8000, [])
     # Of 16 GiB, 4 x 0.5 GiB: 0.92 - 2 / 16 = 0.795, rounded down.
-    assert command[command.index("--gpu-memory-utilization") + 1] == "0.79"
+    assert option(command(gpu), "--gpu-memory-utilization") == "0.79"
     assert launch.memory_share(14 * 2**30, 80 * 2**30) == 0.87  # 0.92 - 4 / 80
     assert launch.memory_share(14 * 2**30, 4 * 2**30) == 0.46  # never less than half of vLLM's own
     for given in (["--gpu-memory-utilization", "0.9"], ["--gpu-memory-utilization=0.9"]):
-        command = launch.server_command(gpu, "127.0.0.1", 8000, given)
-        assert sum(word.startswith("--gpu-memory-utilization") for word in command) == 1
+        words = command(gpu, *given)
+        assert sum(word.startswith("--gpu-memory-utilization") for word in words) == 1
 
 
 @pytest.fixture
@@ -165,19 +164,17 @@ def test_a_cpu_takes_memory_that_is_free(cpu, monkeypatch):
         ("--max-num-seqs=10000000", half),
         ("--max-model-len 8k", cpu_memory.MIN_CACHE),  # what the model allows
     ):
-        command = launch.server_command(str(cpu), "127.0.0.1", 8000, given.split())
-        assert command[command.index("--kv-cache-memory-bytes") + 1] == str(needed), given
+        assert option(command(cpu, *given.split()), "--kv-cache-memory-bytes") == str(needed)
     for given in (
         ["--gpu-memory-utilization", ".4"],
         ["--gpu_memory_utilization=.4"],
         ["--kv-cache-memory-bytes=9"],
     ):
-        command = launch.server_command(str(cpu), "127.0.0.1", 8000, given)
-        assert not [
-            word for word in command[: -len(given)] if word[:2] == "--" and "memory" in word
-        ], "what the user has chosen comes first"
+        ours = command(cpu, *given)[: -len(given)]
+        options = [word for word in ours if word.startswith("--")]
+        assert not any("memory" in word for word in options), "the user's choice comes first"
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")
-    assert "--kv-cache-memory-bytes" not in launch.server_command(str(cpu), "127.0.0.1", 8000, [])
+    assert "--kv-cache-memory-bytes" not in command(cpu)
 
 
 def cache_of_a_token():
@@ -195,32 +192,31 @@ def test_the_cache_of_a_model_with_its_own_code(tmp_path, cpu):
         cpu_memory.cpu_cache_arguments(directory, {"trust_remote_code": False}, 1, 1)
 
 
-def test_a_cpu_keeps_only_what_a_rollout_needs(cpu):
-    each = cache_of_a_token()
-    load = {"sequences": 1024, "length": 200}  # two blocks of 128 tokens each
-    arguments = cpu_memory.cpu_cache_arguments(str(cpu), {"max_model_len": 512}, **load)
-    assert arguments == {"kv_cache_memory_bytes": 128 * 2049 * each}, "vLLM leaves a block empty"
-    few = cpu_memory.cpu_cache_arguments(
-        str(cpu), {"max_model_len": 2**20}, sequences=1, length=200
-    )
-    assert few == {"kv_cache_memory_bytes": (2**20 + 128) * each}, (
-        "vLLM wants room for one whole context"
-    )
+@pytest.mark.parametrize(
+    ("context", "load", "tokens"),
+    [
+        # two blocks of 128 tokens each; vLLM leaves a block empty
+        (512, {"sequences": 1024, "length": 200}, 128 * 2049),
+        # vLLM wants room for one whole context
+        (2**20, {"sequences": 1, "length": 200}, 2**20 + 128),
+    ],
+)
+def test_a_cpu_keeps_only_what_a_rollout_needs(context, load, tokens, cpu):
+    arguments = cpu_memory.cpu_cache_arguments(str(cpu), {"max_model_len": context}, **load)
+    assert arguments == {"kv_cache_memory_bytes": tokens * cache_of_a_token()}
+
+
+def test_the_share_is_the_limit_of_a_cpus_cache(cpu):
     many = cpu_memory.cpu_cache_arguments(str(cpu), {"max_model_len": 512}, 10**6, 512, share=0.3)
-    assert many == {"kv_cache_memory_bytes": int(0.3 * (11 * 10**9 - 2**30))}, (
-        "the share is the limit"
-    )
+    assert many == {"kv_cache_memory_bytes": int(0.3 * (11 * 10**9 - 2**30))}
 
 
 def test_a_cpu_without_enough_free_memory_is_one_line(cpu, monkeypatch, capsys):
     monkeypatch.setattr(cpu_memory, "free_memory", lambda: 2 * 10**9)
     monkeypatch.setattr(launch, "run_server", lambda *arguments: pytest.fail("it was started"))
     assert cli.main(["serve", str(cpu), "--scheme", "none"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert (
-        "2.0 GB of memory are free, but an engine of this model needs 1.0 GB for weights and about "
-        "1.2 GB" in line
-    )
+    [line] = capsys.readouterr().err.splitlines()
+    assert re.search("2.0 GB .* free.* 1.0 GB for weights and about 1.2 GB", line)
 
 
 def test_the_share_that_is_lowered_is_vllms_own():
@@ -234,51 +230,44 @@ def test_a_front_end_that_checks_no_key_is_refused(model, monkeypatch, capsys):
     for value, status in (("0", 0), ("1", 2)):
         monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", value)
         assert cli.main(["serve", str(model), "--scheme", "none"]) == status
-    assert (
-        "VLLM_USE_RUST_FRONTEND is set, but only vLLM's Python front end checks our key: unset it."
-        in (capsys.readouterr().err)
-    )
+    assert "VLLM_USE_RUST_FRONTEND is set" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("start", ["--kv-cache-dtype ", "--kv-cache-dtype=", "--kv_cache_dtype "])
 def test_a_cache_whose_scales_no_sync_makes_is_refused(start):
-    with pytest.raises(
-        ValueError, match="--kv.cache.dtype is 'nvfp4', a format of the key-value cache"
-    ):
+    with pytest.raises(ValueError, match="--kv.cache.dtype is 'nvfp4'"):
         launch.check_options(["--enforce-eager", *f"{start}nvfp4".split()])
     for accepted in ("bfloat16", "fp8"):
         launch.check_options([*f"{start}{accepted}".split(), "--enforce-eager"])
 
 
 @pytest.mark.parametrize(
-    "option", ["--logits-processors=ban:Ban", "--speculative-config={}", "--generation-config=vllm"]
+    ("name", "value"),
+    [("logits-processors", "ban:Ban"), ("speculative-config", "{}"), ("generation-config", "vllm")],
 )
-def test_what_a_trainer_cannot_score_is_refused(option, model, capsys):
-    assert cli.main(["serve", str(model), option]) == 2
+def test_what_a_trainer_cannot_score_is_refused(name, value, model, capsys):
+    assert cli.main(["serve", str(model), f"--{name}={value}"]) == 2
     said = capsys.readouterr()
-    name = option.removeprefix("--").partition("=")[0].replace("-", "_")
-    assert re.search(f"trl-qurl serve sets '{name}', but .*Remove it", said.err.replace("\n", " "))
+    assert f"'{name.replace('-', '_')}'" in said.err
     assert "Quantizing" not in said.out, "something was begun first"
 
 
 def test_what_a_user_sets_is_not_set_again(cpu):
-    command = launch.server_command(str(cpu), "127.0.0.1", 8000, ["--max-logprobs=40"])
-    assert [part for part in command if part.startswith("--max-logprobs")] == ["--max-logprobs=40"]
+    words = command(cpu, "--max-logprobs=40")
+    assert [word for word in words if word.startswith("--max-logprobs")] == ["--max-logprobs=40"]
 
 
-@pytest.mark.parametrize("option", ["--enable-lora", "--enable_lora"])
-def test_a_server_of_adapters_may_load_new_ones(option, monkeypatch, capsys):
+@pytest.mark.parametrize("adapters", ["--enable-lora", "--enable_lora"])
+def test_a_server_of_adapters_may_load_new_ones(adapters, monkeypatch, capsys):
     environments = []
     monkeypatch.setattr(
         "os.execve", lambda program, command, environment: environments.append(environment)
     )
-    launch.run_server(["python", option], {})
+    launch.run_server(["python", adapters], {})
     assert environments[0]["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
-    assert capsys.readouterr().out.startswith(
-        "Starting vLLM, compiling: about a minute, once. The server is ready"
-    )
+    assert "compiling" in capsys.readouterr().out
     launch.run_server(["python", "--enforce-eager"], {})
-    assert capsys.readouterr().out.startswith("Starting vLLM. The server is ready when")
+    assert "compiling" not in capsys.readouterr().out
 
 
 # The key
@@ -288,16 +277,13 @@ def test_a_server_of_adapters_may_load_new_ones(option, monkeypatch, capsys):
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
 def test_no_server_starts_without_a_key(host, model, monkeypatch, capsys):
     monkeypatch.setattr("os.execve", lambda *arguments: pytest.fail("it was started"))
-    for unset in (
-        lambda: monkeypatch.delenv(guard.API_KEY_VARIABLE),
-        lambda: monkeypatch.setenv("VLLM_API_KEY", ""),
-    ):
-        unset()
+    for is_set in (False, True):
+        monkeypatch.setenv("VLLM_API_KEY", "")
+        if not is_set:
+            monkeypatch.delenv("VLLM_API_KEY")
         assert cli.main(["serve", str(model), "--host", host]) == 2
         said = capsys.readouterr()
-        assert re.search(
-            "VLLM_API_KEY is not set.*run `export .* same value for the trainer", said.err
-        )
+        assert re.search("VLLM_API_KEY is not set.*`export .* trainer", said.err)
         assert "Quantizing" not in said.out, "something was begun first"
 
 
@@ -309,27 +295,19 @@ def test_the_key_is_neither_printed_nor_in_the_command(model, capfd, monkeypatch
     )
     monkeypatch.setenv(guard.API_KEY_VARIABLE, "a-secret")
     cli.main(["serve", str(model), "--scheme", "none"])
-    assert started["env"][guard.API_KEY_VARIABLE] == "a-secret" and str(model) in started["words"]
-    assert (
-        started["env"]["VLLM_SERVER_DEV_MODE"] == "1"
-        and "--disable-uvicorn-access-log" in started["words"]
-    )
-    assert started["env"]["PYTHONWARNINGS"].startswith("ignore:resource_tracker:UserWarning,"), (
-        "leaked semaphores"
-    )
-    assert "a-secret" not in " ".join([*started["words"], *capfd.readouterr()])
+    environment, words = started["env"], started["words"]
+    assert environment[guard.API_KEY_VARIABLE] == "a-secret" and str(model) in words
+    assert environment["VLLM_SERVER_DEV_MODE"] == "1"
+    assert "--disable-uvicorn-access-log" in words
+    assert "ignore:resource_tracker" in environment["PYTHONWARNINGS"], "leaked semaphores"
+    assert "a-secret" not in " ".join([*words, *capfd.readouterr()])
 
 
 def test_a_trainer_sends_the_key_that_is_set(monkeypatch):
-    def authorization():
-        return http.add_key(requests.Request("GET", "http://node7").prepare()).headers.get(
-            "Authorization"
-        )
-
-    monkeypatch.setenv(guard.API_KEY_VARIABLE, "set")
-    assert authorization() == "Bearer set"
-    monkeypatch.delenv(guard.API_KEY_VARIABLE)
-    assert authorization() is None
+    for key, sent in (("set", "Bearer set"), ("", None)):
+        monkeypatch.setenv(guard.API_KEY_VARIABLE, key)
+        request = http.add_key(requests.Request("GET", "http://node7").prepare())
+        assert request.headers.get("Authorization") == sent
 
 
 @pytest.mark.parametrize(
@@ -421,8 +399,8 @@ def answers_of_watch(app, engine):
 
 
 def test_the_watch_is_behind_the_key(cpu):
-    command = launch.server_command(str(cpu), "127.0.0.1", 8000, [])
-    added = [command[index + 1] for index, word in enumerate(command) if word == "--middleware"]
+    words = command(cpu)
+    added = [words[index + 1] for index, word in enumerate(words) if word == "--middleware"]
     assert added == [dead_engine.ENGINE_WATCH, guard.KEY_GUARD], "vLLM puts the last one first"
 
 
@@ -441,12 +419,17 @@ def test_a_process_without_our_modules_loads_what_a_server_loads_by_name(warm_py
 @pytest.mark.xdist_group("server")
 def test_every_path_of_a_server_needs_the_key(int8_server):
     key = os.environ[guard.API_KEY_VARIABLE]
-    routes = requests.get(f"{int8_server.url}/openapi.json", auth=http.add_key, timeout=30).json()[
-        "paths"
-    ]
-    assert {"/collective_rpc", "/reset_prefix_cache", "/server_info", "/v1/completions"} <= set(
-        routes
-    )
+
+    def ask(verb, path, **authorization):
+        """The answer to a request, without a password of this machine's."""
+        with requests.Session() as session:
+            session.trust_env = False
+            return session.request(verb, f"{int8_server.url}{path}", timeout=30, **authorization)
+
+    routes = ask("get", "/openapi.json", auth=http.add_key).json()["paths"]
+    assert {"/collective_rpc", "/reset_prefix_cache", "/server_info", "/v1/completions"} <= {
+        *routes
+    }
     pairs = [(method, path) for path, methods in routes.items() for method in methods]
     pairs += [("get", path) for path in ("/", "/docs", "/metrics", "/openapi.json", "/nothing")]
     pairs += [
@@ -454,23 +437,11 @@ def test_every_path_of_a_server_needs_the_key(int8_server):
         ("head", "/server_info"),
         ("post", "//collective_rpc"),
     ]
-    wrong = [None, "", "Bearer", "Bearer wrong", f"Basic {key}", f"Bearer {key}x"]
-    for header in wrong:
-        headers = {} if header is None else {"Authorization": header}
-        with requests.Session() as session:
-            session.trust_env = False  # no password of this machine's
-            answers = {
-                pair: session.request(
-                    pair[0], f"{int8_server.url}{pair[1]}", headers=headers, timeout=30
-                ).status_code
-                for pair in pairs
-            }
-        assert {pair for pair, status in answers.items() if status != 401} == {("get", "/health")}
+    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {key}"}):
+        opened = [pair for pair in pairs if ask(*pair, headers=headers).status_code != 401]
+        assert opened == [("get", "/health")]
     # With it, the trainers of the other tests use this server.
-    assert (
-        requests.get(f"{int8_server.url}/server_info", auth=http.add_key, timeout=30).status_code
-        == 200
-    )
+    assert ask("get", "/server_info", auth=http.add_key).status_code == 200
     assert key not in int8_server.log.read_text()
 
 

@@ -151,16 +151,13 @@ def test_a_process_that_was_killed_between_two_renames(tmp_path):
     left = tmp_path / f".final-{storage._boot()}-01234567-replaced"
     left.mkdir()
     (left / "old").touch()
-    storage.remove_abandoned(tmp_path)
-    assert os.listdir(tmp_path) == ["final"] and os.listdir(tmp_path / "final") == ["old"]
-    left.mkdir()
-    storage.remove_abandoned(tmp_path)
-    assert os.listdir(tmp_path) == ["final"] and os.listdir(tmp_path / "final") == ["old"]
+    for _ in range(2):
+        storage.remove_abandoned(tmp_path)
+        assert os.listdir(tmp_path) == ["final"] and os.listdir(tmp_path / "final") == ["old"]
+        left.mkdir()
 
 
 def test_a_cache_that_cannot_be_written_names_its_variable(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(
-        OSError, match=f"{tmp_path}/file cannot be written.*{storage.CACHE_VARIABLE}"
-    ):
+    with pytest.raises(OSError, match=f"{tmp_path}/file .*{storage.CACHE_VARIABLE}"):
         cached(tmp_path / "file" / "model", lambda path: None)

@@ -8,12 +8,10 @@ how each case ended, in all processes alike or not (`Recorder`).
 import json
 import os
 import sys
-import threading
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -22,19 +20,16 @@ import torch
 import torch.distributed as dist
 from recorder import PATIENCE, Recorder
 from short_runs import BASE, letters, texts
-from tiny import KEPT, stream_of, tiny_model, tiny_tokenizer
+from support.fake_server import URL, FakeServer, NoStream
+from tiny import KEPT, tiny_model, tiny_tokenizer
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from trl.generation.vllm_client import VLLMClient
 
 from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
-from trl_qurl.quantization import SCHEMES
-from trl_qurl.quantization.plan import fingerprint
+from trl_qurl.quantization import write_checkpoint
 from trl_qurl.rollout import backend, routes, sync
-from trl_qurl.rollout.engine.served import ServedEngine
 from trl_qurl.rollout.errors import ServerError
-from trl_qurl.rollout.routes import stream_metadata
-from trl_qurl.rollout.wire import FRESH, WORKER_EXTENSION, EngineDescription
 
 SETTINGS = {
     **{name: value for name, value in BASE.items() if name != "vllm_engine_kwargs"},
@@ -46,123 +41,42 @@ SETTINGS = {
     "save_only_model": True,  # transformers loads no optimizer in several processes without a GPU
     "sync_check_interval": 1,
     "vllm_mode": "server",
-    "vllm_server_base_url": "http://in.memory",
+    "vllm_server_base_url": URL,
     "vllm_server_timeout": 0.01,
     "vllm_request_timeout": 5.0,
 }
-CONFIG = {
-    "parallel_config": {"worker_extension_cls": WORKER_EXTENSION},
-    "weight_transfer_config": {},
-}
-CONFIG["model_config"] = {"logprobs_mode": "processed_logprobs"}
 
 
-class Server:
-    """What a server says, until it fails at the request of a number."""
+class Faults:
+    """What happens to a server at the request of a number."""
 
-    def __init__(self, rank: int) -> None:
-        self.description = EngineDescription(64, "float32", max_lora_rank=rank)
-        self.model, self.base = small().eval(), None
-        stream = stream_of(self.model, SCHEMES["int8"])
-        shapes = {name: shape for name, _, shape in stream_metadata(stream)}
-        self.fingerprint = fingerprint(stream.plan.schemes, shapes)
-        self.said = {}
+    def __init__(self, server: FakeServer) -> None:
+        self.server = server
         self.plan("nothing")
-        self.version = FRESH
+        server.before_answer = self.before_answer
 
     def plan(self, fault: str, number: int = 0) -> None:
-        self.fault, self.number, self.asked, self.is_up = fault, number, [], True
-        self.open_stream()
+        self.fault, self.number = fault, number
+        self.server.forget()
+        self.server.asked = []
+        self.server.is_up = True
 
-    def open_stream(self) -> None:
-        self.arrived = threading.Semaphore(0)  # tensors of a stream
-
-    def answer(self, path: str, body: dict) -> dict:
-        self.asked.append(body["method"] if path == "/collective_rpc" else path)
-        number = len(self.asked)
+    def before_answer(self, asked: str) -> dict | None:
+        number = len(self.server.asked)
         if number == self.number or (self.fault == "fails twice" and number == self.number + 1):
             if self.fault == "talks nonsense":
                 return {}
-            self.version = FRESH
+            self.server.restart()
             if self.fault != "restarts":
-                self.is_up = self.fault != "is lost"
+                self.server.is_up = self.fault != "is lost"
                 raise ServerError("It failed.", status=500)
-        if path == "/collective_rpc":
-            return {"results": [self.call(**body)]}
-        if path == "/v1/completions":
-            return {"choices": list(self.choices(**body))}
-        return {"data": [{"id": "model"}], "success": True, "vllm_config": CONFIG}
-
-    def call(self, method: str, kwargs: dict) -> object:
-        if method == "load_rollout_weights" and kwargs["update"]["metadata"]:
-            arrived = self.arrived
-            for _ in kwargs["update"]["metadata"]:
-                assert arrived.acquire(timeout=20)
-        self.version = kwargs.get("update", {"version": self.version})["version"]
-        return {
-            "describe_config": CONFIG,
-            "describe_rollouts": self.description._asdict(),
-            "starting_fingerprint": self.fingerprint,
-            "rollout_version": self.version,
-            "digest_rollout_base": self.base,
-            "compare_rollout_digests": "0.0",
-        }.get(method)
-
-    def choices(
-        self, prompt: list[list[int]], n: int, max_tokens: int, logprobs: int, **kwargs: object
-    ):
-        for start in prompt:
-            key = (tuple(start), max_tokens, logprobs)
-            if key not in self.said:
-                self.said[key] = self.continued(start, max_tokens, max(1, logprobs))
-            yield from [self.said[key]] * n
-
-    @torch.no_grad()
-    def continued(self, start: list[int], steps: int, top: int) -> dict:
-        tokens, rows = list(start), []
-        for _ in range(steps):
-            row = self.model(torch.tensor([tokens])).logits[0, -1].log_softmax(-1)
-            rows.append(
-                {f"token_id:{token}": row[token].item() for token in row.topk(top).indices.tolist()}
-            )
-            tokens.append(int(row.argmax()))
-        said = {
-            "tokens": [next(iter(row)) for row in rows],
-            "token_logprobs": [max(row.values()) for row in rows],
-        }
-        said["top_logprobs"] = rows
-        return {"prompt_token_ids": start, "token_ids": tokens[len(start) :], "logprobs": said}
-
-
-class Client(ServedEngine):
-    """The real client, whose requests a `Server` answers."""
-
-    server: Server
-
-    def _is_healthy(self) -> bool:
-        return self.server.is_up
-
-    def _answer(self, verb, path, json=None, **kwargs):
-        return self.server.answer(path, json)
-
-    def check_base(self, sent):
-        self.server.base = sent
-        super().check_base(sent)
+        return None
 
 
 def join(client, device) -> None:
     """Open a group in place of NCCL's, which needs GPUs."""
     client._post(f"{client.base_url}/init_weight_transfer_engine", json={"init_info": {}})
-    client.server.open_stream()
-    client.communicator = SimpleNamespace(
-        broadcast=lambda tensor, src, stream: client.server.arrived.release(),
-        destroy=lambda: None,
-        group=SimpleNamespace(),
-    )
-
-
-def no_cuda_stream() -> SimpleNamespace:
-    return SimpleNamespace(synchronize=lambda: None)
+    client.server.connect(client)
 
 
 class Case:
@@ -171,7 +85,11 @@ class Case:
     def __init__(self, out: Path, kind: str, route: str, recorder: Recorder) -> None:
         self.out, self.kind, self.route, self.recorder = out, kind, route, recorder
         self.is_main = dist.get_rank() == 0
-        Client.server = self.server = Server(rank=8 * (route == "adapter"))
+        started = out / f"started-{dist.get_rank()}"
+        policy = small().eval()
+        write_checkpoint(policy, None, "int8", started)
+        self.server = FakeServer(started, rank=8 * (route == "adapter"), policy=policy)
+        self.faults = Faults(self.server)
         self.outcomes: dict[str, str] = {}
 
     def check(
@@ -180,10 +98,10 @@ class Case:
         """Record how something ends, with a server that has this fault; what it asks the server
         for.
         """
-        self.server.plan(fault, number)
+        self.faults.plan(fault, number)
         end = self.recorder.run(name, act)
         asked, was_lost = self.server.asked, not self.server.is_up
-        self.server.plan("nothing")
+        self.faults.plan("nothing")
         if was_lost and self.is_main:
             self.trainer.vllm_generation.vllm_client.reconnect(1.0)
         asked = self.recorder.share(name, asked)
@@ -317,9 +235,11 @@ def main(out: Path, kind: str, route: str, *faults: str) -> None:
     case = Case(out, kind, route, recorder)
     with ExitStack() as patches:
         patches.enter_context(
-            mock.patch.object(backend.QuantizedVLLMGeneration, "_engine_class", Client)
+            mock.patch.object(
+                backend.QuantizedVLLMGeneration, "_engine_class", case.server.client_class()
+            )
         )
-        patches.enter_context(mock.patch.object(torch.cuda, "Stream", no_cuda_stream))
+        patches.enter_context(mock.patch.object(torch.cuda, "Stream", NoStream))
         patches.enter_context(mock.patch.object(VLLMClient, "init_communicator", join))
         if route == "stream":
             patches.enter_context(

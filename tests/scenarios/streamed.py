@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import torch
 from child import print_record
 from fresh_engine import answer, probe
-from support.handover import HandedOver, NoStream
+from support.fake_server import HandedOver, NoStream
 from tiny import ENGINE, KEPT, stream_of, tiny_model, tiny_tokenizer
 from vllm import LLM
 

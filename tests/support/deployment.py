@@ -4,20 +4,18 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
-import requests
 from conftest import Server, free_port
 from datasets import Dataset
 from tiny import save_tiny, tiny_tokenizer
 from transformers import TrainerCallback
 
-from support.servers import JSONHandler, serving
 from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
-from trl_qurl.rollout.engine.http import add_key
+from trl_qurl.rollout.errors import ServerError
 
 COMPUTED = ("loss", "grad_norm", "reward", "mismatch/kl_k3")
 """The metrics that runs are compared by."""
@@ -184,20 +182,15 @@ def at_step(step: int, act: Callable[[], Any]) -> TrainerCallback:
     return Act()
 
 
-def answering_500(deployment: Deployment, failures: dict[str, int]) -> AbstractContextManager[str]:
-    """A proxy of the server that answers HTTP 500 to so many requests of each path, and counts them
-    down.
-    """
+def answer_500(trainer: QuRLGRPOTrainer, failures: dict[str, int]) -> None:
+    """Let so many requests of each path fail, and count them down."""
+    client = trainer.vllm_generation.vllm_client
+    answer = client._answer
 
-    class Proxy(JSONHandler):
-        protocol_version = "HTTP/1.0"
+    def failing(verb: str, path: str, **kwargs: Any) -> dict[str, Any]:
+        if failures.get(path, 0):
+            failures[path] -= 1
+            raise ServerError(f"{path} answered 500", 500)
+        return answer(verb, path, **kwargs)
 
-        def respond(self, path: str, body: bytes) -> None:
-            if failures.get(path, 0):
-                failures[path] -= 1
-                return self.send(500, b"EngineGenerateError")
-            url, headers = deployment.server.url + self.path, {"Content-Type": "application/json"}
-            answer = requests.request(self.command, url, data=body, headers=headers, auth=add_key)
-            return self.send(answer.status_code, answer.content)
-
-    return serving(Proxy)
+    client._answer = failing
