@@ -70,4 +70,4 @@ def test_a_transform_of_weights_reaches_the_engine_and_the_checkpoint(trainers):
     """The rollouts came from the limited weights: each sync compared digests of what was sent and
     received. An outlier of 1.0 is 20 times as wide as the other rows.
     """
-    assert 5 < trainers["GRPO"]["widest"] < 10
+    assert 3 < trainers["GRPO"]["widest"] < 10

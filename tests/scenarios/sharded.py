@@ -6,7 +6,6 @@ DeepSpeed themselves, and the generation backend is told so.
 """
 
 import argparse
-import copy
 import json
 
 import torch
@@ -72,12 +71,7 @@ def run(options: argparse.Namespace) -> dict:
         for parameter in trainer.model.parameters():
             parameter.add_(0.3 * parameter.std() * torch.randn_like(parameter))
     if trainer.accelerator.is_main_process:
-        train.export(
-            copy.deepcopy(trainer.model),
-            config.get("rollout_quantization", "int8"),
-            ["lm_head"],
-            options.export,
-        )
+        train.export(trainer, options.export)
     trainer.accelerator.wait_for_everyone()
     {"fsdp2": split_by_fsdp2, "zero3": split_by_zero3}[options.way](trainer.model, generation)
     held = sum(
