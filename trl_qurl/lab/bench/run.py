@@ -123,11 +123,10 @@ def run(args: argparse.Namespace) -> int:
         return 0
     for way in ways:
         result = Result(args.model, load, way)
-        measure(result, jobs, args.minutes * 60)
+        measure(result, jobs, args.minutes * 60, args.output)
         if not any(map(OUT_OF_MEMORY.search, result.failures.values())):
             break
         print(f"Not enough memory for {way}.")
-    write_json(result, args.output)
     print(f"Results: {args.output}")
     table, verdicts = compare(result.steps, load.batch * load.completion_len)
     Console().print(table)
@@ -161,8 +160,8 @@ def make_jobs(args: argparse.Namespace, load: Load, model: PreTrainedModel) -> d
     return jobs
 
 
-def measure(result: Result, jobs: Mapping[str, Job], seconds: float) -> None:
-    """Take steps in the result's way for so many seconds."""
+def measure(result: Result, jobs: Mapping[str, Job], seconds: float, output: Path) -> None:
+    """Take steps in the result's way for so many seconds, and write them after each round."""
     from trl_qurl.lab.bench.trial import Child, generate, train
 
     function = generate if result.way == ENGINE_ALONE else train
@@ -188,6 +187,7 @@ def measure(result: Result, jobs: Mapping[str, Job], seconds: float) -> None:
                     if rounds > 0:
                         result.steps.setdefault(name, []).append(step)
                 rounds += 1
+                write_json(result, output)
         finally:
             for child in children.values():
                 child.stop()
