@@ -175,6 +175,7 @@ def test_a_list_of_numbers_is_not_checked_as_a_number():  # the beta of TRL's On
 # Settings that conflict, and the way out; not all settings need to be named.
 NO_SMOOTHING = "Leave smooth_activations out"
 CONFLICTING = [
+    ({"max_completion_length": 64, "vllm_max_model_length": 64}, "longer context"),
     ({"use_vllm": False}, "TRL's own trainer"),
     ({"round_base": True, "rollout_quantization": None}, "round_base=False"),
     ({"round_base": True, "weight_sync": "stream"}, "weight_sync='adapter'"),

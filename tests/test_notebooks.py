@@ -31,8 +31,8 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'].split('\\n')
 
 GSM8K = {
     "model": "model",
-    "train_questions": "sums.jsonl",
-    "test_questions": "sums=sums.jsonl",
+    "train_questions": "digits.jsonl",
+    "test_questions": "digits=digits.jsonl",
     "test_limit": 8,
     "completion_tokens": 10,
     "context_tokens": 64,
@@ -72,7 +72,7 @@ def start(tmp_path) -> Path:
     warm_model().save_pretrained(tmp_path / "model")
     save_tokenizer(tmp_path / "model", CHAT_TEMPLATE)
     rows = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in (1, 2) for b in (1, 2)]
-    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows * 8))
+    (tmp_path / "digits.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows * 8))
     return tmp_path
 
 
@@ -172,8 +172,7 @@ def test_the_notebook_that_explains_the_method(warm_python, tmp_path):
     for exact, rounded in zip(figures(ways, "exact"), figures(ways, "round_base"), strict=True):
         assert 1e-9 < rounded < exact
     # AdamW: s. Gradient descent: s². Powers of two do not change codes.
-    _, adamw, descent = figures("gradient descent: lift", "s = 2")
-    assert [adamw, descent] == pytest.approx([2, 4], rel=0.02)
+    assert figures("gradient descent: lift", "s = 2")[1:3] == pytest.approx([2, 4], rel=0.02)
     assert re.search(r"s = 2\.0 .* differ 0\.0000 %", shown(notebook, "scale_model_"))
 
 

@@ -105,6 +105,15 @@ CONFLICTS = (
         "Choose a format and weight_sync='adapter', or set round_base=False",
     ),
     Conflict(
+        ("max_completion_length", "vllm_max_model_length"),
+        lambda config: (
+            config.vllm_mode == "colocate"
+            and (config.max_completion_length or 0) >= (config.vllm_max_model_length or inf)
+        ),
+        "completions leave no room for prompts",
+        "Allow shorter completions, or a longer context",
+    ),
+    Conflict(
         ("rollout_checkpoint_dir",),
         lambda config: (config.rollout_checkpoint_dir or "").startswith("~"),
         "'~' stands for your home directory only in a shell, unquoted",
