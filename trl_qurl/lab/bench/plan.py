@@ -76,12 +76,13 @@ class Memory(NamedTuple):
 def estimate(model: PreTrainedModel, load: Load, gpu_gb: float) -> Memory:
     """Calculate what training a model on the meta device takes, on a GPU of so many GB.
 
-    0 stands for this machine. Without a GPU, the engine's weights count, in 16 bits.
+    0 stands for this machine. Without a GPU, the engine's weights count in 16 bits, and its process.
     """
     import psutil
     import torch
 
     from trl_qurl.quantization.layers import ignored_modules, model_layers
+    from trl_qurl.rollout.repairs.cpu_memory import ENGINE_BYTES
 
     count = model.num_parameters()
     training = TRAINED * count
@@ -93,5 +94,5 @@ def estimate(model: PreTrainedModel, load: Load, gpu_gb: float) -> Memory:
     device = int(gpu_gb * 1e9)
     if not device and torch.cuda.is_available():
         device = torch.cuda.get_device_properties(0).total_memory
-    engine = int(ENGINE_SHARE * device) or 2 * count
+    engine = int(ENGINE_SHARE * device) or 2 * count + ENGINE_BYTES
     return Memory(count, training, engine, device or psutil.virtual_memory().available)

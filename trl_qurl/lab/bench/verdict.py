@@ -54,8 +54,8 @@ def verdict(name: str, gain: Speedup, what: str) -> str:
     """Say in a sentence whether a format makes `what` faster."""
     if gain.pairs < FEWEST:
         return (
-            f"{name}: {gain.pairs} pairs decide nothing, it takes {FEWEST} (--minutes, or a "
-            f"smaller load). So far {what} is {gain} times as fast."
+            f"{name} is open: {gain.pairs} of the {FEWEST} pairs that a verdict takes (--minutes, "
+            f"or a smaller load). So far {what} is {gain} times as fast."
         )
     if gain.low > 1:
         return f"{name} makes {what} {gain} times as fast."
