@@ -1,10 +1,10 @@
 """Has anything become slower, larger or less exact? Measures a few figures and compares them with
 stored ones.
 
-    python benchmarks/baselines.py                       # `make baselines`: about ten minutes on
-    two cores python benchmarks/baselines.py --model DIRECTORY     # also the mismatch of a real
-    model before training python benchmarks/baselines.py --parts startup demo  # only these python
-    benchmarks/baselines.py --store               # accept what is measured now
+    python benchmarks/baselines.py                       # `make baselines`: about ten minutes
+    python benchmarks/baselines.py --model DIRECTORY     # also a real model's mismatch
+    python benchmarks/baselines.py --parts startup demo  # only these
+    python benchmarks/baselines.py --store               # accept what is measured now
 
 No figure is in seconds: all are counts, accuracies, losses, or ratios of things measured in one
 run, so that another machine of the same kind gives about the same. `baselines/` has a file for each
@@ -49,13 +49,9 @@ class Figure(NamedTuple):
 
 FIGURES = {
     "startup": Figure("seconds of `trl-qurl --help` / of `import torch`", 2.0),
-    "rounding": Figure("seconds to quantize to INT8 / llm-compressor's", 1.6),
     "decode": Figure("tokens per second, INT8 / unquantized", 0.75),
     "sync": Figure("seconds of a sync, INT8 / unquantized", 1.6),
     "sync_bytes": Figure("bytes of a sync, INT8 / unquantized", 1.01),
-    "quantizing_memory": Figure(
-        "memory that quantizing the weights takes / its largest layer", 1.5
-    ),
     "peak_memory": Figure("peak memory of a step, INT8 / unquantized", 1.1),
     "rival_step": Figure("seconds of a step, INT8 / TRL with transformers", 1.4),
     "rival_generation": Figure("seconds of generation and sync, INT8 / TRL with transformers", 1.4),
@@ -117,17 +113,7 @@ def measure_startup(directory: Path) -> Found:
     return {"startup": min(seconds["help"]) / min(seconds["torch"])}
 
 
-def measure_rounding(directory: Path) -> Found:
-    options = ("--scheme", "int8", "--dtypes", "float32", "--directory", str(directory))
-    found = record(directory, "quantizer", *options)
-    stream = cell(found, way="stream")
-    return {
-        "rounding": stream["share"],
-        "quantizing_memory": stream["peak_extra_bytes"] / stream["largest_layer_bytes"],
-    }
-
-
-def measure_decode(directory: Path) -> Found:
+def measure_bench(directory: Path) -> Found:
     engine: dict[str, Any] = {"enforce_eager": not torch.cuda.is_available()}
     if precision():
         engine["dtype"] = "float32"
@@ -137,19 +123,17 @@ def measure_decode(directory: Path) -> Found:
     seconds = {
         name: statistics.median(step["rollout"] for step in taken) for name, taken in steps.items()
     }
-    return {"decode": seconds["none"] / seconds["int8"]}
+    peaks = {name: max(step["peak"] for step in taken) for name, taken in steps.items()}
+    return {
+        "decode": seconds["none"] / seconds["int8"],
+        "peak_memory": peaks["int8"] / peaks["none"],
+    }
 
 
 def measure_sync(directory: Path) -> Found:
     found = record(directory, "weight_sync", "--ways", "bf16-stream", "int8-stream", *precision())
     int8, full = (cell(found, scheme=scheme) for scheme in ("int8", None))
     return {"sync": int8["sync_s"] / full["sync_s"], "sync_bytes": int8["bytes"] / full["bytes"]}
-
-
-def measure_memory(directory: Path) -> Found:
-    found = record(directory, "memory", "--growth", "1", *precision())
-    int8, full = (cell(found, way=way) for way in ("int8", "bf16"))
-    return {"peak_memory": int8["peak_bytes"] / full["peak_bytes"]}
 
 
 def measure_rival(directory: Path) -> Found:
@@ -192,10 +176,8 @@ def measure_model(directory: Path, model: str) -> Found:
 
 PARTS: dict[str, Callable[[Path], Found]] = {
     "startup": measure_startup,
-    "rounding": measure_rounding,
-    "decode": measure_decode,
+    "bench": measure_bench,
     "sync": measure_sync,
-    "memory": measure_memory,
     "rival": measure_rival,
     "demo": measure_demo,
 }

@@ -1,8 +1,7 @@
 """Did a run go well? Checks assertions about the metrics in its log.
 
     python benchmarks/check_run.py RUN 'mean(reward[-20:]) > mean(reward[:20])'
-    'median(mismatch/kl_k3) < 0.02' python benchmarks/check_run.py RUN --recipe
-    trl_qurl/lab/recipes/own/lora_w4.yaml
+    python benchmarks/check_run.py RUN --recipe trl_qurl/lab/recipes/own/lora_w4.yaml
 
 An assertion compares two terms by <, <=, > or >=. A term is a number, or the mean, median, min or
 max of a metric's logged values; a slice, as in Python, selects some of them. A recipe has its

@@ -1,9 +1,8 @@
 """What does this project do on your GPU? One command that checks, tests, measures and trains.
 
-    python benchmarks/gpu_hour.py -o gpu-hour                    # at most 40 minutes python
-    benchmarks/gpu_hour.py -o gpu-hour --minutes 9        # repeat it where a command may take ten
-    minutes python benchmarks/gpu_hour.py -o rehearsal --rehearse        # the same code at tiny
-    sizes, also on a CPU
+    python benchmarks/gpu_hour.py -o gpu-hour              # at most 40 minutes
+    python benchmarks/gpu_hour.py -o gpu-hour --minutes 9  # repeat it, where commands have a limit
+    python benchmarks/gpu_hour.py -o rehearsal --rehearse  # tiny sizes, also on a CPU
 
 Each part is a child process with a log and a time limit. If one fails or hangs, that is recorded,
 and the next one starts. The same command with the same directory resumes: it runs all parts that

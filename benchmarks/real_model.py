@@ -1,8 +1,8 @@
 """Train a real chat model, SmolLM2-135M-Instruct, with and without quantized rollouts.
 
-    python benchmarks/real_model.py MODEL                            # every missing run, one after
-    the other python benchmarks/real_model.py MODEL --arms int8_acr --seeds 0 python -m
-    benchmarks.real_model_tables                           # results so far
+    python benchmarks/real_model.py MODEL      # every missing run, one after the other
+    python benchmarks/real_model.py MODEL --arms int8_acr --seeds 0
+    python -m benchmarks.real_model_tables     # results so far
 
 Each run has its own process and writes a short log to `benchmarks/results/real_model/TASK/`.
 Existing logs are skipped, so an interrupted study resumes at the first missing run.

@@ -1,8 +1,8 @@
 """What does a step take with plain TRL, and with ours? The rival generates with transformers.
 
-    python benchmarks/rival.py MODEL                       # 64 and 256 tokens: 40 minutes on two
-    idle cores python benchmarks/rival.py MODEL --tokens 512 --ways bf16 int8 python
-    benchmarks/rival.py --shape tiny --completions 8 --tokens 16 --repeats 1    # random weights
+    python benchmarks/rival.py MODEL   # 64 and 256 tokens: 40 minutes on two idle cores
+    python benchmarks/rival.py MODEL --tokens 512 --ways bf16 int8
+    python benchmarks/rival.py --shape tiny --completions 8 --tokens 16 --repeats 1
 
 MODEL is the directory of a model. Each way has the settings that its users get: float32 weights,
 bfloat16 autocast, one update per rollout, and vLLM compiles. A start is everything from a new

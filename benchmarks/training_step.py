@@ -1,9 +1,8 @@
 """What does a whole training step cost, where does it go, and what do quantized rollouts change
 about it?
 
-    python benchmarks/training_step.py                              # Qwen3-0.6B's shape: an hour on
-    two cores python benchmarks/training_step.py --layers 2 --hidden 128 --vocabulary 500 --tokens
-    16 --repeats 2
+    python benchmarks/training_step.py    # Qwen3-0.6B's shape: an hour on two cores
+    python benchmarks/training_step.py --layers 2 --hidden 128 --vocabulary 500 --tokens 16
 
 Real trainers with real engines on random weights, each in a separate process; all are there at
 once, and are asked for steps in turns. A step is a sync, a rollout, its log-probabilities and its

@@ -1,8 +1,9 @@
 """Train Qwen2.5-0.5B-Instruct on GSM8K with INT8 rollouts.
 
-    pip install '.[vllm,math]'    # in a clone of the repository python examples/gsm8k_grpo.py
-    accelerate launch --num_processes 4 examples/gsm8k_grpo.py --gradient_accumulation_steps 1
-    --steps_per_generation 4
+    pip install '.[vllm,math]'    # in a clone of the repository
+    python examples/gsm8k_grpo.py
+    accelerate launch --num_processes 4 examples/gsm8k_grpo.py \\
+        --gradient_accumulation_steps 1 --steps_per_generation 4
 
 The fields of `QuRLGRPOConfig` are options (`--learning_rate 1e-6`; without a GPU, `--use_cpu`).
 `trl-qurl grpo` trains any model on any questions.

@@ -1,9 +1,10 @@
 """Train Qwen2.5-0.5B-Instruct on GSM8K by PPO with a critic and INT8 rollouts: the paper's first
 experiment.
 
-    pip install '.[vllm,math]'    # in a clone of the repository python examples/gsm8k_ppo.py
-    accelerate launch --num_processes 4 examples/gsm8k_ppo.py --gradient_accumulation_steps 1
-    --steps_per_generation 4
+    pip install '.[vllm,math]'    # in a clone of the repository
+    python examples/gsm8k_ppo.py
+    accelerate launch --num_processes 4 examples/gsm8k_ppo.py \\
+        --gradient_accumulation_steps 1 --steps_per_generation 4
 
 The fields of `QuRLPPOConfig` are options (`--critic_learning_rate 1e-6`; without a GPU,
 `--use_cpu`). `trl-qurl ppo` trains any model on any questions.

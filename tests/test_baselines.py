@@ -44,5 +44,5 @@ def test_a_worse_figure_fails_and_is_not_stored(compare, now, worse):
 
 def test_new_figures_are_stored_if_asked_to(compare):
     compare(**STORED)
-    assert compare(startup=0.05, rounding=9.0)[::2] == (0, STORED)
+    assert compare(startup=0.05, sync=9.0)[::2] == (0, STORED)
     assert compare("--store", startup=0.5)[::2] == (0, STORED | {"startup": 0.5})

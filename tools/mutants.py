@@ -49,7 +49,17 @@ COMPARISONS = {
     ast.IsNot: ast.Is,
 }
 OPERATIONS = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult}
-ENGINES = ("engine", "proof", "saving", "stops", "ppo_training", "conformance", "ahead", "faults")
+ENGINES = (
+    "engine",
+    "proof",
+    "saving",
+    "stops",
+    "ppo_training",
+    "conformance",
+    "ahead",
+    "faults",
+    "adapter_server",
+)
 
 
 @dataclass

@@ -76,7 +76,8 @@ class Memory(NamedTuple):
 def estimate(model: PreTrainedModel, load: Load, gpu_gb: float) -> Memory:
     """Calculate what training a model on the meta device takes, on a GPU of so many GB.
 
-    0 stands for this machine. Without a GPU, the engine's weights count in 16 bits, and its process.
+    0 stands for this machine. Without a GPU, an engine's weights count in 16 bits, and so does its
+    process.
     """
     import psutil
     import torch
