@@ -76,8 +76,8 @@ class Memory(NamedTuple):
 def estimate(model: PreTrainedModel, load: Load, gpu_gb: float) -> Memory:
     """Calculate what training a model on the meta device takes, on a GPU of so many GB.
 
-    0 stands for this machine. Without a GPU, an engine's weights count in 16 bits, and so does its
-    process.
+    0 stands for this machine. Without a GPU, an engine takes its 16-bit weights, and what its
+    process takes besides.
     """
     import psutil
     import torch

@@ -9,6 +9,7 @@ import resource
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 PARTS = {"sync": "sync_s", "rollout": "generate_s", "score": "logps_s", "update": "update_s"}
 MANY = 10**6  # steps: they end with the process
 LOG = "log"
+PATIENCE = 20.0  # seconds for the end of a process
 WHOLE_SHARE = 0.9  # of a GPU, for an engine alone
 
 
@@ -216,6 +218,8 @@ class Child:
 
     def stop(self) -> None:
         """End the process, and delete its files."""
+        self._pipe.close()  # what it waits for: a process that is killed leaves semaphores behind
+        self._process.join(PATIENCE)
         self._process.kill()
         self._process.join()
         self._directory.cleanup()
@@ -230,4 +234,5 @@ def _serve(
         os.dup2(output.fileno(), 2)
     os.environ.update(ENGINE_ENVIRONMENT | os.environ)
     quiet()
-    function(job, directory, pipe)
+    with suppress(EOFError):  # nobody asks for steps any more
+        function(job, directory, pipe)
