@@ -13,6 +13,7 @@ from trl_qurl.quantization.checkpoint_form import CheckpointForm, NamedTensors
 from trl_qurl.quantization.merging import model_parameters
 from trl_qurl.quantization.plan import QuantizationPlan
 from trl_qurl.quantization.smoothing import Smoothing
+from trl_qurl.quantization.update_size import UpdateSize
 
 
 class WeightStream:
@@ -32,11 +33,13 @@ class WeightStream:
     ) -> None:
         self.plan = plan
         self.form = CheckpointForm(model, splits_experts=bool(plan.schemes))
-        self.transforms: list[Callable[[NamedTensors], NamedTensors]] = []
         self.smoothing: Smoothing | None = None
         if smooths:
             layers = frozenset(name for name, scheme in plan.schemes.items() if scheme.is_smoothed)
             self.smoothing = Smoothing(model, layers)
+        self.update_size = UpdateSize(plan, self.smoothing)
+        self.transforms: list[Callable[[NamedTensors], NamedTensors]] = [self.update_size.watch]
+        if self.smoothing is not None:
             self.transforms.append(self.smoothing.fold)
 
     def fit_smoothing(self, model: Any, sequences: Iterable[Sequence[int]]) -> None:

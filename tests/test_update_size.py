@@ -1,0 +1,74 @@
+"""Sizes of updates and of rounding: Eq. 13 and 14 of the paper, from a sample of rows."""
+
+import pytest
+import torch
+
+from tests.tiny import tiny_model
+from trl_qurl.quantization.merging import model_parameters
+from trl_qurl.quantization.plan import make_plan
+from trl_qurl.quantization.stream import WeightStream
+from trl_qurl.quantization.update_size import STEPS
+
+
+def sync(stream, model, step: int) -> dict[str, float]:
+    stream.update_size.begin_sync(step)
+    for _ in stream.tensors(model_parameters(model)):
+        pass
+    return stream.update_size.metrics()
+
+
+def query_weights(model) -> list[torch.Tensor]:
+    layers = model.model.layers
+    return [layer.self_attn.q_proj.weight.detach().clone() for layer in layers]
+
+
+def relative(before: list[torch.Tensor], after: list[torch.Tensor]) -> float:
+    change = torch.cat(after) - torch.cat(before)
+    return (change.square().sum() / torch.cat(before).square().sum()).item()
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8", "fp8_block", "w4a16"])
+def test_a_sample_of_rows_measures_what_the_paper_does(name):
+    model = tiny_model("llama", hidden_size=256, head_dim=128)
+    plan = make_plan(model, name)
+    stream = WeightStream(model, plan)
+    assert "weights/update/q_proj" not in sync(stream, model, step=0)
+    before = query_weights(model)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            weight = layer.self_attn.q_proj.weight
+            weight.add_(0.01 * weight.std() * torch.randn_like(weight))
+    after = query_weights(model)
+    scheme = plan.schemes["model.layers.0.self_attn.q_proj"]
+    rounded = [scheme.dequantize(scheme.quantize(weight)) for weight in after]
+
+    assert sync(stream, model, step=STEPS - 1) == {}  # not due
+    sizes = sync(stream, model, step=STEPS)
+    assert sizes["weights/update/q_proj"] == pytest.approx(relative(before, after), rel=0.1)
+    assert sizes["weights/rounding/q_proj"] == pytest.approx(relative(after, rounded), rel=0.2)
+    assert sizes["weights/update/k_proj"] == 0
+
+
+def test_other_smoothing_scales_are_no_update():
+    model = tiny_model("llama")
+    stream = WeightStream(model, make_plan(model, "int8"), smooths=True)
+    first = sync(stream, model, step=0)
+    for layer in range(2):
+        stream.smoothing.scales[f"model.layers.{layer}.input_layernorm"] = torch.rand(128) + 0.5
+    second = sync(stream, model, step=STEPS)
+    assert second["weights/update/q_proj"] == 0
+    assert second["weights/rounding/q_proj"] != first["weights/rounding/q_proj"]
+    assert second["weights/rounding/o_proj"] == first["weights/rounding/o_proj"]
+
+
+def test_a_sync_that_failed_is_measured_again():
+    model = tiny_model("llama")
+    stream = WeightStream(model, make_plan(model, "int8"))
+    sync(stream, model, step=0)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.q_proj.weight.mul_(2)
+    stream.update_size.begin_sync(STEPS)
+    next(iter(stream.tensors(model_parameters(model))))  # the server is lost
+    assert sync(stream, model, step=STEPS)["weights/update/q_proj"] > 0
+    assert sync(stream, model, step=0)  # another training with the same trainer
