@@ -260,7 +260,10 @@ def run(options):
     if options.save:
         trainer.save_model()
     engine = generation.sync.route.engine
-    record["engine_dtype"] = engine and engine.describe().dtype
+    if engine is not None:
+        description = engine.describe()
+        record["engine_dtype"] = description.dtype
+        record["runner"] = description.runner
     record["processes"] = trainer.accelerator.num_processes
     record["distribution"] = str(trainer.accelerator.distributed_type.value)
     record["probes"] = gather_object([record["probe_end"]])

@@ -41,6 +41,7 @@ class EngineDescription(NamedTuple):
     dtype: str | None  # of the unquantized layers, in torch's spelling; `None` if they differ
     kv_cache_dtype: str = "auto"  # dtype of the key-value cache, in vLLM's spelling
     max_lora_rank: int = 0  # maximum rank of an adapter; 0 if the engine accepts none
+    runner: str = "V1"  # vLLM's model runner: "V2" on most GPUs, "V1" on CPUs
 
 
 class Engine(ABC):

@@ -160,6 +160,8 @@ class RolloutWorker:
             "max_model_len": self.vllm_config.model_config.max_model_len,
             "kv_cache_dtype": self.vllm_config.cache_config.cache_dtype,
             "max_lora_rank": lora.max_lora_rank if lora else 0,
+            # `gpu/model_runner.py`, and not `gpu_model_runner.py`
+            "runner": "V2" if type(self.model_runner).__module__.endswith(".model_runner") else "V1",
             "dtype": str(dtypes.pop()).removeprefix("torch.") if len(dtypes) == 1 else None,
         }
 

@@ -1,0 +1,45 @@
+"""With vLLM's Model Runner V2, which GPUs run by default, on this CPU."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import completed
+from support.training import assert_moved, assert_synced, rollout_rows
+
+pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("runner-v2")]
+
+SCENARIO = Path(__file__).with_name("scenarios") / "on_runner_v2.py"
+
+
+def run_on_v2(*arguments: object) -> list:
+    # a process that has imported vLLM can't change its mind
+    done = completed(sys.executable, SCENARIO, *arguments, VLLM_LOGGING_LEVEL="ERROR")
+    [line] = [line for line in done.stdout.splitlines() if line.startswith("RECORD ")]
+    return json.loads(line.removeprefix("RECORD "))
+
+
+def config(**settings: object) -> list[str]:
+    return ["--config", json.dumps({"max_steps": 2, "steps_per_generation": 1} | settings)]
+
+
+def test_reloaded_weights_compute_what_fresh_ones_do_and_each_rollout_has_noise_of_its_own(
+    tmp_path,
+):
+    """V2 takes each request's seed from NumPy's generator, which reward functions may seed."""
+    still = config(learning_rate=0.0, shuffle_dataset=False, smooth_activations=False, seed=1)
+    trained, plain, reseeded = run_on_v2(
+        "train.py",
+        *(tmp_path, *config(), "--export", tmp_path / "weights", "--and"),
+        *(tmp_path, *still, "--and"),
+        *(tmp_path, *still, "--reseed"),
+    )
+    assert trained["runner"] == "V2"
+    [fresh] = run_on_v2("fresh_engine.py", tmp_path / "weights")
+    assert_moved(trained)
+    assert_synced(trained, fresh)
+    assert all(row["mismatch/kl_k3"] < 1e-3 for row in rollout_rows(trained))
+    rewards = [[row["reward"] for row in rollout_rows(record)] for record in (plain, reseeded)]
+    assert len(set(rewards[0])) == 2, "each rollout has noise of its own"
+    assert rewards[0] == rewards[1], "a reward function has changed the noise of the next rollout"
