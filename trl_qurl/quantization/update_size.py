@@ -17,6 +17,9 @@ from trl_qurl.quantization.plan import QuantizationPlan
 from trl_qurl.quantization.scheme import QuantizationScheme
 from trl_qurl.quantization.smoothing import Smoothing
 
+UPDATE = "weights/update"
+ROUNDING = "weights/rounding"
+
 STEPS = 16
 """Optimizer steps between measurements, as in the paper's Fig. 9."""
 
@@ -29,8 +32,10 @@ class UpdateSize:
 
     Norms run over `ROWS` evenly spaced rows of all weights of a kind. In SmolLM2-135M, INT8, after
     three steps of AdamW, both sizes of all seven kinds were within 4 % of those over all rows. The
-    rows stay in float32 on the weights' device until the next measurement. Rounding is that of the smoothed weight, seen after
-    division by the scales, so a refit of the scales does not look like an update.
+    rows stay in float32 on the weights' device until the next measurement.
+
+    Rounding is that of the smoothed weight, seen after division by the scales, so a refit of the
+    scales does not look like an update.
     """
 
     def __init__(self, plan: QuantizationPlan, smoothing: Smoothing | None) -> None:
@@ -73,10 +78,10 @@ class UpdateSize:
         for kind, layers in by_kind.items():
             now = [self._now[layer] for layer in layers]
             rounded = [self._rounded(layer, self._now[layer]) for layer in layers]
-            sizes[f"weights/rounding/{kind}"] = relative_change(now, rounded)
+            sizes[f"{ROUNDING}/{kind}"] = relative_change(now, rounded)
             if self._last:
                 last = [self._last[layer] for layer in layers]
-                sizes[f"weights/update/{kind}"] = relative_change(last, now)
+                sizes[f"{UPDATE}/{kind}"] = relative_change(last, now)
         self._last = self._now
         self._step = self._now_step
         self._now = None

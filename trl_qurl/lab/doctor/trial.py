@@ -48,13 +48,17 @@ def check(form: str, name: str) -> list[Line]:
     distance = largest_difference(continue_greedily(llm), continue_greedily(new))
     mode = llm.llm_engine.vllm_config.compilation_config.cudagraph_mode.name
     layers = ", ".join(kernels) or "unquantized layers"
+    [engine] = llm.collective_rpc("describe_rollouts")
+    runner = engine["runner"]
     text = (
-        f"trained {STEPS} steps with {layers}, KL of actor and policy up to {kl:.1e} nats. Then a "
-        f"new engine differs by {distance:.1e} nats in a log-probability (CUDA graphs: {mode})"
+        f"trained {STEPS} steps with {layers} and Model Runner {runner}, KL of actor and policy up "
+        f"to {kl:.1e} nats. Then a new engine differs by {distance:.1e} nats in a log-probability "
+        f"(CUDA graphs: {mode})"
     )
     if not distance <= LIMIT:
         raise RuntimeError(f"{text}: the one that was trained with reads other weights")
-    data = {"kl": kl, "kernels": kernels, "distance": distance, "cuda_graphs": mode}
+    data = {"kl": kl, "kernels": kernels, "distance": distance}
+    data |= {"cuda_graphs": mode, "runner": runner}
     return [Line(name, text, data=data)]
 
 

@@ -156,12 +156,13 @@ class RolloutWorker:
                 if name == "weight" and parameter.is_floating_point() and not is_quantized:
                     dtypes.add(parameter.dtype)
         lora = self.vllm_config.lora_config
+        # `gpu/model_runner.py`, and not `gpu_model_runner.py`
+        is_v2 = type(self.model_runner).__module__.endswith(".model_runner")
         return {
             "max_model_len": self.vllm_config.model_config.max_model_len,
             "kv_cache_dtype": self.vllm_config.cache_config.cache_dtype,
             "max_lora_rank": lora.max_lora_rank if lora else 0,
-            # `gpu/model_runner.py`, and not `gpu_model_runner.py`
-            "runner": "V2" if type(self.model_runner).__module__.endswith(".model_runner") else "V1",
+            "runner": "V2" if is_v2 else "V1",
             "dtype": str(dtypes.pop()).removeprefix("torch.") if len(dtypes) == 1 else None,
         }
 
