@@ -21,7 +21,7 @@ EVERY_SECOND = {
     "save_steps": 2,
     "vllm_max_model_length": 64,
 }
-NOT_REPEATED = ("time/", "step_time", "throughput/", "train_", "sync/probe")
+NOT_REPEATED = ("time/", "step_time", "throughput/", "train_", "weights/")
 
 
 class Heard(logging.Handler):

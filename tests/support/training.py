@@ -11,8 +11,9 @@ MOVED = 1e-2
 
 ADAPTER = {"weight_sync": "adapter", "sync_check_interval": 1}
 
-NOT_RESTORED = ("time/", "step_time", "throughput/")
-"""Metrics that a resumed run does not repeat: they are not properties of the policy."""
+NOT_RESTORED = ("time/", "step_time", "throughput/", "weights/")
+"""Metrics that a resumed run does not repeat: properties of the machine, or changes since an earlier
+sync of the same process."""
 
 
 def rollout_rows(record):
