@@ -87,6 +87,8 @@ def test_a_dry_run_says_what_fits(qwen_7b, capsys, options, said):
         (["--completion-len", "500"], ["500", "128", "--completion-len"]),
         (["--ignore", "re:.*"], ["nothing to quantize"]),
         (["--vllm-server-base-url", "http://a,http://b"], ["2 servers", "--scheme", "1"]),
+        (["--vllm-server-base-url", "http://127.0.0.1:9"], ["No server", "http://127.0.0.1:9"]),
+        (["--dry-run", "-1"], ["--dry-run", "-1"]),
         (["--output", "bench.txt"], ["bench.txt", ".json"]),
     ],
 )

@@ -142,6 +142,8 @@ def test_other_names_are_asked_of_the_hub(spec, asked, monkeypatch):
         (["--scheme", "int4"], "int4"),
         (["--scheme", "int8,int8"], "--scheme is int8,int8"),
         (["--samples", "4"], "--temperature"),
+        (["--samples", "0"], "--samples is 0"),
+        (["--temperature", "-1"], "--temperature is -1"),
     ],
 )
 def test_bad_arguments_are_refused_first(options, named, tmp_path, capsys):

@@ -253,6 +253,13 @@ def my_rewards(tmp_path, monkeypatch):
     return name
 
 
+def test_a_reward_module_with_an_error_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "unfinished_rewards.py").write_text("def length(:")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match="--reward_funcs unfinished_rewards.length .*SyntaxError"):
+        load_rewards(["unfinished_rewards.length"])
+
+
 def test_reward_functions_by_name_and_by_path(my_rewards):
     names = [
         f"{my_rewards}.level_reward",

@@ -39,6 +39,15 @@ def add_numbers(parser: argparse.ArgumentParser, **options: tuple[float, str]) -
         )
 
 
+def check_positive(args: argparse.Namespace, *names: str) -> None:
+    """Raise `ValueError` if one of these options is given, and not positive."""
+    for name in names:
+        value = getattr(args, name)
+        if value is not None and not value > 0:
+            option = name.replace("_", "-")
+            raise ValueError(f"--{option} is {value:g}: give a positive number.")
+
+
 def add_options(parser: argparse.ArgumentParser, output: Path) -> None:
     """Add the options for formats, engines and the output file."""
     add_schemes(parser, " (default: all that this machine and the model support)")

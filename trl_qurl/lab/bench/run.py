@@ -91,6 +91,8 @@ def run(args: argparse.Namespace) -> int:
     load = Load(**{option.name: getattr(args, option.name) for option in fields(Load)})
     if not args.minutes > 0:
         raise ValueError(f"--minutes is {args.minutes:g}: give a positive number.")
+    if args.dry_run is not None and args.dry_run < 0:
+        raise ValueError(f"--dry-run is {args.dry_run:g}: give the size of a GPU in GB.")
     check_model(args.model)
     check_output(args.output)
     require_vllm()
@@ -139,6 +141,8 @@ def run(args: argparse.Namespace) -> int:
 
 def make_jobs(args: argparse.Namespace, load: Load, model: PreTrainedModel) -> dict[str, Job]:
     """Return what to measure: 16 bits and the formats that fit, or those of the servers."""
+    import requests
+
     from trl_qurl.lab.bench.trial import Job
     from trl_qurl.lab.device import full_precision
 
@@ -156,6 +160,13 @@ def make_jobs(args: argparse.Namespace, load: Load, model: PreTrainedModel) -> d
         )
     jobs = {}
     for (name, form), url in zip(served.items(), urls, strict=True):
+        try:
+            requests.get(f"{url}/health", timeout=10)  # any answer will do
+        except requests.RequestException as error:
+            raise ValueError(
+                f"No server answers at {url} ({type(error).__name__}): start `trl-qurl serve` "
+                "first, or correct --vllm-server-base-url."
+            ) from None
         jobs[name] = build(form, {"vllm_mode": "server", "vllm_server_base_url": url})
     return jobs
 

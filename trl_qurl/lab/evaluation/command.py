@@ -19,6 +19,7 @@ from trl_qurl.lab.comparison import (
     add_kwargs,
     add_numbers,
     add_schemes,
+    check_positive,
     read_schemes,
     write_json,
 )
@@ -134,6 +135,9 @@ def check_arguments(args: argparse.Namespace) -> dict[str, Formats]:
     from trl_qurl.rollout.engine.launch import require_vllm
 
     formats = read_schemes(args.scheme)
+    check_positive(args, "samples", "top_p", "max_tokens")
+    if args.temperature < 0:
+        raise ValueError(f"--temperature is {args.temperature:g}: give 0, or a positive number.")
     if args.samples > 1 and args.temperature == 0:
         raise ValueError(
             f"--samples {args.samples} requires a --temperature above 0 (the paper: 1 or 0.6): "

@@ -15,6 +15,7 @@ from trl_qurl.lab.comparison import (
     add_options,
     candidates,
     check_output,
+    check_positive,
     fitting_formats,
     write_json,
 )
@@ -100,9 +101,7 @@ def check_arguments(args: argparse.Namespace) -> None:
     """Raise `ValueError` for what cannot be measured, and choose the format for `--kl`."""
     check_model(args.model)
     check_output(args.output)
-    for name in ("limit", "samples", "max_tokens"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"{name} is {getattr(args, name)}: give a positive number.")
+    check_positive(args, "limit", "samples", "max_tokens")
     if args.kl is None:
         candidates(args.scheme)
         return

@@ -32,10 +32,10 @@ def _imported(name: str) -> Reward:
     module, _, function = name.rpartition(".")
     try:
         reward = getattr(import_module(module or "trl.rewards"), function)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # whatever a module of the user's raises
         raise ValueError(
-            f"--reward_funcs {name} cannot be loaded ({error}): give the import path of a "
-            "function, such as my_rewards.length, or a name that --help lists."
+            f"--reward_funcs {name} cannot be loaded ({type(error).__name__}: {error}): give the "
+            "import path of a function, such as my_rewards.length, or a name that --help lists."
         ) from error
     if not callable(reward):
         raise ValueError(f"--reward_funcs {name} is {reward!r}: give the path of a function.")
