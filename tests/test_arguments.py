@@ -193,6 +193,12 @@ def test_a_reward_function_whose_column_is_removed_is_refused(attempt):
     assert attempt(args=removes) == STARTED
 
 
+@pytest.mark.parametrize("column", ["completions", "log_metric"])
+def test_a_column_with_the_name_of_an_argument_of_trls_is_refused(column, attempt):
+    data = PROMPTS.add_column(column, [""] * len(PROMPTS))
+    assert_names(attempt(data=data), column, "rename_column")
+
+
 def test_reward_functions_may_take_what_a_rollout_function_adds(attempt):
     def scored(completions, score, **kwargs):
         return []

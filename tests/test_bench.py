@@ -11,8 +11,9 @@ from tiny import ENGINE, tiny_model
 
 from benchmarks.shapes import SHAPES
 from trl_qurl.cli import main
-from trl_qurl.lab.bench import trial
-from trl_qurl.lab.bench.plan import Load
+from trl_qurl.lab.bench import run
+from trl_qurl.lab.bench.child import Child
+from trl_qurl.lab.bench.plan import Job, Load
 from trl_qurl.lab.bench.verdict import Speedup, speedup, verdict
 
 SMALL = ["--prompt-len", "16", "--completion-len", "12", "--batch", "8", "--train-batch", "2"]
@@ -81,8 +82,8 @@ def test_a_dry_run_says_what_fits(qwen_7b, capsys, options, said):
     [
         (["--scheme", "int3"], ["int3", "int8"]),
         (["--minutes", "0"], ["--minutes"]),
-        (["--prompt-len", "0"], ["prompt_len", "1 or more"]),
-        (["--lora-rank", "-1"], ["lora_rank", "0 or more"]),
+        (["--prompt-len", "0"], ["--prompt-len", "1 or more"]),
+        (["--lora-rank", "-1"], ["--lora-rank", "0 or more"]),
         (["--batch", "12"], ["--batch", "12", "multiple of 8"]),
         (["--completion-len", "500"], ["500", "128", "--completion-len"]),
         (["--ignore", "re:.*"], ["nothing to quantize"]),
@@ -113,7 +114,7 @@ class Scripted:
 
     def __init__(self, function, job):
         self.fault = "no kernel" if job.formats == "fp8" else None
-        if function is trial.train:
+        if function == "train":
             self.fault = "CUDA out of memory"
 
     def step(self):
@@ -126,7 +127,7 @@ class Scripted:
 
 
 def test_the_engine_is_measured_alone_if_training_runs_out_of_memory(model, monkeypatch, capsys):
-    monkeypatch.setattr(trial, "Child", Scripted)
+    monkeypatch.setattr(run, "Child", Scripted)
     assert main(["bench", model, *SMALL, "--scheme", "int8,fp8", "--minutes", "0.0001"]) == 0
     printed = capsys.readouterr().out
     assert "Not enough memory for steps in turns" in printed
@@ -146,7 +147,7 @@ def warm_spawn(warm_python):
 
 
 def test_the_output_of_a_process_that_fails_is_shown(warm_spawn):
-    child = trial.Child(trial.train, trial.Job("./nowhere", Load(), False, [], "int8", {}))
+    child = Child("train", Job("./nowhere", Load(), False, [], "int8", {}))
     with pytest.raises(ChildProcessError, match="status 1(?s:.*)nowhere"):
         child.step()
     child.stop()

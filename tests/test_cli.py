@@ -73,6 +73,7 @@ def test_a_command_imports_its_own_module_and_nothing_heavy():
         ("grpo --rollout_quantization in8", "; did you mean 'int8'"),
         ("grpo --objective tiss", "; did you mean 'tis'"),
         ("grpo --weight_sync steam", "; did you mean 'stream'"),
+        ("grpo --reward_func accuracy_reward", "accuracy_reward; did you mean reward_funcs?"),
         ("grpo --scheme int8", "; did you mean rollout_quantization?"),
         ("grpo --ignore lm_head", "; did you mean quantization_ignore?"),
         ("grpo --dataset_train_split x", "; did you mean dataset_split?"),

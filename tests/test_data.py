@@ -150,6 +150,8 @@ def test_a_missing_file_is_not_mistaken_for_a_hub_name(tmp_path, monkeypatch, na
         ("plain.jsonl.gz", '{"question": "q", "answer": "a"}\n', "as jsonl: "),
         ("bytes.parquet", "question,answer\n", "as parquet: "),
         ("comma.csv", "question,answer\nOne, two, three?,4\n", "Row 1 .* more cells"),
+        ("latin.csv", "question,answer\nWo wohnst du?,Köln\n".encode("latin-1"), "not in UTF-8"),
+        ("object.json", '{\n"data": []}\n', "line 1, column 2; a file has a list of objects"),
         ("excel.csv", "question;answer\nq;a\n", "only question;answer"),
         ("empty.jsonl", "", "no questions"),
         ("table.xlsx", "question,answer\n", "not a .json, .jsonl, .csv, .parquet file"),
@@ -157,7 +159,7 @@ def test_a_missing_file_is_not_mistaken_for_a_hub_name(tmp_path, monkeypatch, na
 )
 def test_a_file_that_cannot_be_read_is_named(tmp_path, name, content, named):
     path = tmp_path / name
-    path.write_text(content)
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
     assert re.search(named, refused(path))
 
 

@@ -22,7 +22,7 @@ from trl_qurl.lab.evaluation.callback import TaskEvaluationCallback
 from trl_qurl.lab.evaluation.results import Answers, build_table, summarize
 from trl_qurl.lab.evaluation.scores import Z95, average_at_k, paired_difference
 from trl_qurl.lab.evaluation.tasks import SOURCES, encode_prompts, load_tasks
-from trl_qurl.lab.evaluation.worker import Job, answer_task, encode_and_start
+from trl_qurl.lab.evaluation.worker import Job, answer_task, start
 from trl_qurl.rollout.engine import hardware
 from trl_qurl.rollout.repairs import cpu_memory
 
@@ -144,6 +144,7 @@ def test_other_names_are_asked_of_the_hub(spec, asked, monkeypatch):
         (["--samples", "4"], "--temperature"),
         (["--samples", "0"], "--samples is 0"),
         (["--temperature", "-1"], "--temperature is -1"),
+        (["--top-p", "1.1"], "--top-p is 1.1"),
     ],
 )
 def test_bad_arguments_are_refused_first(options, named, tmp_path, capsys):
@@ -172,6 +173,7 @@ def test_formats_by_pattern_have_answers_of_their_own(tmp_path, monkeypatch, cap
 
     def evaluate(model, directory, formats):
         words = ["--tasks", questions, "--output-dir", str(directory), "--scheme", formats]
+        words += ["--max-tokens", "8"]
         assert cli.main(["eval", str(model), *words]) == 0, capsys.readouterr().err
 
     mixed = '{"re:.*q_proj": "none", "re:.*down_proj": "int8"}'
@@ -250,8 +252,8 @@ def test_two_formats_side_by_side(evaluated):
     pairs = [("sums", "BF16", 6), ("sums", "INT8", 6), ("more", "BF16", 4), ("more", "INT8", 4)]
     assert shown == pairs
     rows = {}
-    for name, start in (("BF16", "none-"), ("INT8", "int8-")):
-        [file] = (directory / "whole").glob(f"{start}*.json")
+    for name, stem in (("BF16", "none-"), ("INT8", "int8-")):
+        [file] = (directory / "whole").glob(f"{stem}*.json")
         rows[name] = json.loads(file.read_text())
     for result in results:
         own = [row for row in rows[result["format"]] if row["task"] == result["task"]]
@@ -312,20 +314,22 @@ def job_of(directory, answers=("7",), **settings):
     path = directory / "sums.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     sampling = {"max_tokens": 8, "n": 1}
-    return Job("INT8", str(directory), "int8", load_tasks([str(path)]), sampling, **settings)
+    prompts = [[[1] * 20 for _ in rows]]
+    tasks = load_tasks([str(path)])
+    return Job("INT8", str(directory), "int8", tasks, prompts, 28, sampling, **settings)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="only vLLM's CPU build has so few head sizes")
 def test_heads_without_a_kernel_are_refused(tmp_path, started):
     save_tiny(tmp_path, hidden_size=64, head_dim=16)
     with pytest.raises(ValueError, match="heads of this model are 16 wide"):
-        encode_and_start(job_of(tmp_path))
+        start(job_of(tmp_path))
     assert not started
 
 
 def test_an_engine_on_a_gpu_compiles_by_default(tmp_path, monkeypatch, capsys, started):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    encode_and_start(job_of(save_tiny(tmp_path)))
+    start(job_of(save_tiny(tmp_path)))
     assert not started[0].keys() & {"enforce_eager", "enable_chunked_prefill"}
     assert "compiling" in capsys.readouterr().out
 
@@ -336,7 +340,7 @@ def test_an_engine_on_a_cpu_takes_memory_that_is_free(tmp_path, monkeypatch, cap
     monkeypatch.setattr(cpu_memory, "free_memory", lambda: 12 * 10**9)
     save_tiny(tmp_path)
     for own in ({}, {"gpu_memory_utilization": 0.4}, ENGINE | {"enforce_eager": False}):
-        encode_and_start(job_of(tmp_path, engine_kwargs=own))
+        start(job_of(tmp_path, engine_kwargs=own))
     # A short answer of a tiny model needs no more; what the user has chosen comes first.
     expected = [cpu_memory.MIN_CACHE, None, ENGINE["kv_cache_memory_bytes"]]
     assert [arguments.get("kv_cache_memory_bytes") for arguments in started] == expected
@@ -346,11 +350,11 @@ def test_an_engine_on_a_cpu_takes_memory_that_is_free(tmp_path, monkeypatch, cap
     assert os.environ["KERNELS_OF"] == "1 formats"
 
 
-def test_prompts_are_made_with_the_arguments_for_the_chat_template(tmp_path, started):
+def test_prompts_are_made_with_the_arguments_for_the_chat_template(tmp_path):
     template = "{{ messages[0]['content'] }}{% if not enable_thinking %}[no]{% endif %}"
-    save_tiny(tmp_path, template, max_position_embeddings=256)
-    job = job_of(tmp_path, template={"enable_thinking": False})
-    [[tokens]] = encode_and_start(job)[0]
+    model = str(save_tiny(tmp_path, template, max_position_embeddings=256))
+    turns = [{"role": "user", "content": "1 + 1?"}]
+    [tokens], _ = encode_prompts(model, [turns], 8, enable_thinking=False)
     assert tiny_tokenizer().decode(tokens).replace(" ", "").endswith("[no]")
 
 
@@ -367,8 +371,14 @@ def test_evaluation_says_how_answers_are_compared(tmp_path, capsys):
     assert "2 questions, 1 compared as text" in capsys.readouterr().out
 
 
-def test_answers_must_fit_into_the_context(tmp_path):
-    model = str(save_tiny(tmp_path))  # one token per character, and a context of 128
+def test_answers_must_fit_into_the_context(tmp_path, capsys):
+    model = str(save_tiny(tmp_path / "model"))  # one token per character, and a context of 128
+    questions = write_questions(tmp_path / "sums.jsonl", 1)
+    out = tmp_path / "out"
+    words = ["eval", model, "--tasks", questions, "--scheme", "int8", "--output-dir", str(out)]
+    assert cli.main(words) == 2
+    assert "--max-tokens 2048 do not fit" in capsys.readouterr().err
+    assert not out.exists(), "found before the model is quantized"
     assert encode_prompts(model, ["a" * 10, "b" * 30], 98)[1] == 128
     with pytest.raises(ValueError, match="at most --max-tokens 98"):
         encode_prompts(model, ["a" * 10, "b" * 30], 99)

@@ -99,6 +99,7 @@ def test_bad_input_is_an_error(tmp_path, capsys, monkeypatch):
     empty = write_run(tmp_path / "empty", [])
     for arguments, named in {
         (str(tmp_path / "absent"),): "absent does not exist",
+        (run, run): "run is there twice",
         (run, empty): "empty/run.jsonl has no rows",
         (run, "-o", f"{run}/run.jsonl"): "jsonl",
         (run, "-o", str(tmp_path / "absent" / "runs.png")): "absent/runs.png",

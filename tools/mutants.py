@@ -62,6 +62,10 @@ ENGINES = (
 )
 
 
+COMMANDS = ("evaluation", "bench", "mismatch", "recipes", "doctor")
+"""Tests with engines, of the library and of the lab."""
+
+
 @dataclass
 class Mutant:
     """A small change of a file, which is found again where the file has changed elsewhere."""
@@ -239,7 +243,8 @@ def killer_of(root: Path, mutant: Mutant) -> str | None:
         files = tests_of(Path(mutant.path), root)
         found = killer(root, files, "not vllm and not slow and not simulated_gpu")
         if found in ("", TIME_IS_UP):
-            engines = [f"tests/test_{name}.py" for name in ENGINES]
+            names = COMMANDS if "/lab/" in mutant.path else ENGINES
+            engines = [f"tests/test_{name}.py" for name in names]
             found = killer(root, [*files, *engines], "vllm and not slow")
         return found
     finally:

@@ -133,8 +133,10 @@ def _load_rows(name: str, split: str, config: str | None) -> Iterable[Row]:
         opened = gzip.open if path.suffix.lower() == ".gz" else open
         with opened(path, "rt", encoding="utf-8-sig", newline="") as file:
             if suffix == ".csv":
-                return list(csv.DictReader(file))
+                return list(csv.DictReader(file, skipinitialspace=True))
             return _read_json(file.read())
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not in UTF-8: save it again in this encoding.") from None
     except Exception as error:  # of four libraries
         raise ValueError(f"{path} cannot be read as {suffix[1:]}: {error}") from error
 
@@ -149,7 +151,10 @@ def _read_json(text: str) -> list[Row]:
             if line.strip():
                 rows.append(json.loads(line, parse_float=WrittenFloat))
         except json.JSONDecodeError as error:
-            raise ValueError(f"{error.msg} in line {position}, column {error.colno}") from error
+            raise ValueError(
+                f"{error.msg} in line {position}, column {error.colno}; a file has a list of "
+                "objects, or one object in each line"
+            ) from error
     return rows
 
 

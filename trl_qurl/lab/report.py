@@ -75,6 +75,8 @@ def read_runs(places: Sequence[Path]) -> Runs:
                 "logging_steps."
             )
         label = os.path.relpath(path, common).removesuffix(".gz").removesuffix(".jsonl")
+        if label in runs:
+            raise ValueError(f"{label} is there twice: name each run once.")
         runs[label] = found
     return runs
 

@@ -199,7 +199,14 @@ def check_reward(function: Any, args: TrainingArguments, arguments: Mapping[str,
     if args.remove_unused_columns:
         removed = [column for column in columns if column not in KEPT]
     names = list(REWARD_KEYWORDS)
-    names += [column for column in columns if column not in (*removed, *NOT_PASSED)]
+    passed = [column for column in columns if column not in (*removed, *NOT_PASSED)]
+    for column in passed:
+        if column in REWARD_KEYWORDS:
+            raise ValueError(
+                f"train_dataset has a column {column!r}, but TRL passes its own {column} to reward "
+                f"functions: rename the column with dataset.rename_column({column!r}, ...)."
+            )
+    names += passed
     has_environments = arguments.get("environment_factory") is not None
     if has_environments:
         names.append("environments")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trl_qurl.lab.comparison import option
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from trl_qurl.quantization.plan import Formats
 
 IN_TURNS = "steps in turns"
 ENGINE_ALONE = "the engine alone, one format after another"
@@ -37,7 +39,8 @@ class Load:
         for name, value in vars(self).items():
             lowest = 0 if name == "lora_rank" else 1
             if value < lowest:
-                raise ValueError(f"{name} is {value}: give {lowest} or more.")
+                option = name.replace("_", "-")
+                raise ValueError(f"--{option} is {value}: give {lowest} or more.")
         divisor = math.lcm(2, self.train_batch * self.updates)
         if self.batch % divisor:
             raise ValueError(
@@ -55,6 +58,18 @@ class Load:
     def length(self) -> int:
         """Tokens of a prompt and its completion."""
         return self.prompt_len + self.completion_len
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to measure in one format."""
+
+    model: str  # Hub name or directory
+    load: Load
+    has_weights: bool  # else they are random
+    ignore: list[str]  # modules to keep in full precision
+    formats: Formats
+    engine: dict[str, Any]  # the trainer's settings of its engine
 
 
 class Memory(NamedTuple):

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trl_qurl.cli.options import check_model
-from trl_qurl.lab.bench.plan import ENGINE_ALONE, IN_TURNS, WAYS, Load, estimate
+from trl_qurl.lab.bench.child import Child
+from trl_qurl.lab.bench.plan import ENGINE_ALONE, IN_TURNS, WAYS, Job, Load, estimate
 from trl_qurl.lab.bench.verdict import Step, compare
 from trl_qurl.lab.comparison import (
     BASELINE,
@@ -30,8 +31,6 @@ from trl_qurl.lab.packages import require
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from trl_qurl.lab.bench.trial import Job
 
 OUT_OF_MEMORY = re.compile(
     "status -9|out of memory|available memory|free memory|allocate memory|memory are free", re.I
@@ -116,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
     print(
         f"{args.model}: {memory.parameters / 1e9:.3g} billion parameters, training {trained}\n"
         f"A step: {load.batch} completions of {load.completion_len} tokens to prompts of "
-        f"{load.prompt_len}; passes of {load.train_batch}, {load.updates} updates\n"
+        f"{load.prompt_len}; updates: {load.updates}, in passes of {load.train_batch}\n"
         f"Memory by calculation: {memory.training / 1e9:.1f} GB for weights, gradients and AdamW, "
         f"{memory.engine / 1e9:.1f} GB for an engine beside it, of {memory.device / 1e9:.1f} GB\n"
         f"Formats: {', '.join(map(label, jobs))}; {ways[0]}, for {args.minutes:g} minutes"
@@ -143,7 +142,6 @@ def make_jobs(args: argparse.Namespace, load: Load, model: PreTrainedModel) -> d
     """Return what to measure: 16 bits and the formats that fit, or those of the servers."""
     import requests
 
-    from trl_qurl.lab.bench.trial import Job
     from trl_qurl.lab.device import full_precision
 
     build = functools.partial(Job, args.model, load, args.weights, args.ignore)
@@ -173,9 +171,7 @@ def make_jobs(args: argparse.Namespace, load: Load, model: PreTrainedModel) -> d
 
 def measure(result: Result, jobs: Mapping[str, Job], seconds: float, output: Path) -> None:
     """Take steps in the result's way for so many seconds, and write them after each round."""
-    from trl_qurl.lab.bench.trial import Child, generate, train
-
-    function = generate if result.way == ENGINE_ALONE else train
+    function = "generate" if result.way == ENGINE_ALONE else "train"
     groups = [[*jobs]] if result.way == IN_TURNS else [[name] for name in jobs]
     for group in groups:
         deadline = time.monotonic() + seconds / len(groups)

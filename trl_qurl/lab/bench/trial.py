@@ -1,53 +1,31 @@
-"""Steps of the real trainer, or rollouts of an engine alone, one whenever it is asked for."""
+"""Steps of the real trainer, or rollouts of an engine alone, one whenever it is asked for.
+
+`child` runs this in a process of its own.
+"""
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import random
 import resource
-import tempfile
 import time
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
-from trl_qurl.cli.noise import quiet
-from trl_qurl.lab.bench.plan import ENGINE_SHARE, Load
-from trl_qurl.lab.bench.verdict import Step
+from trl_qurl.lab.bench.plan import ENGINE_SHARE, Job
 from trl_qurl.lab.demo.task import build_tokenizer
 from trl_qurl.lab.device import cpu_settings, full_precision, keep_freed_memory
-from trl_qurl.lab.processes import ENGINE_ENVIRONMENT, die_with_parent, last_lines
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from trl_qurl import QuRLGRPOTrainer
-    from trl_qurl.quantization.plan import Formats
 
 PARTS = {"sync": "sync_s", "rollout": "generate_s", "score": "logps_s", "update": "update_s"}
 MANY = 10**6  # steps: they end with the process
-LOG = "log"
-PATIENCE = 20.0  # seconds for the end of a process
 WHOLE_SHARE = 0.9  # of a GPU, for an engine alone
-
-
-@dataclass(frozen=True)
-class Job:
-    """What to measure in one format."""
-
-    model: str  # Hub name or directory
-    load: Load
-    has_weights: bool  # else they are random
-    ignore: list[str]  # modules to keep in full precision
-    formats: Formats
-    engine: dict[str, Any]  # the trainer's settings of its engine
 
 
 class Turns(TrainerCallback):
@@ -190,49 +168,3 @@ def generate(job: Job, directory: str, pipe: Connection) -> None:
         started = time.perf_counter()
         llm.generate(prompts, params, use_tqdm=False)
         pipe.send({"rollout": time.perf_counter() - started, "peak": peak()})
-
-
-class Child:
-    """A process that runs `train` or `generate`, for a step whenever it is asked."""
-
-    def __init__(self, function: Callable[[Job, str, Connection], None], job: Job) -> None:
-        self._directory = tempfile.TemporaryDirectory()
-        context = multiprocessing.get_context("spawn")
-        self._pipe, pipe = context.Pipe()
-        arguments = (function, job, self._directory.name, pipe)
-        self._process = context.Process(target=_serve, args=arguments, daemon=True)
-        self._process.start()
-        pipe.close()
-
-    def step(self) -> Step:
-        """Return a step; raise `ChildProcessError` with the last output if the process ended."""
-        try:
-            self._pipe.send(None)
-            return self._pipe.recv()
-        except (EOFError, ConnectionError):
-            self._process.join()
-            log = last_lines(Path(self._directory.name, LOG), 15)
-            raise ChildProcessError(
-                f"It ended with status {self._process.exitcode}\n{log}"
-            ) from None
-
-    def stop(self) -> None:
-        """End the process, and delete its files."""
-        self._pipe.close()  # what it waits for: a process that is killed leaves semaphores behind
-        self._process.join(PATIENCE)
-        self._process.kill()
-        self._process.join()
-        self._directory.cleanup()
-
-
-def _serve(
-    function: Callable[[Job, str, Connection], None], job: Job, directory: str, pipe: Connection
-) -> None:
-    die_with_parent()
-    with Path(directory, LOG).open("wb") as output:
-        os.dup2(output.fileno(), 1)
-        os.dup2(output.fileno(), 2)
-    os.environ.update(ENGINE_ENVIRONMENT | os.environ)
-    quiet()
-    with suppress(EOFError):  # nobody asks for steps any more
-        function(job, directory, pipe)

@@ -28,7 +28,8 @@ class Speedup(NamedTuple):
     pairs: int
 
     def __str__(self) -> str:
-        return f"{self.middle:.2f} ({self.low:.2f} to {self.high:.2f})"
+        extent = f" ({self.low:.2f} to {self.high:.2f})" if self.pairs > 1 else ""
+        return f"{self.middle:.2f}{extent}"
 
 
 def speedup(before: Sequence[float], after: Sequence[float]) -> Speedup:

@@ -25,8 +25,6 @@ from trl_qurl.lab.comparison import (
 )
 
 if TYPE_CHECKING:
-    from trl_qurl.lab.evaluation.tasks import Task
-    from trl_qurl.lab.evaluation.worker import Job
     from trl_qurl.quantization.plan import Formats
 
 
@@ -73,12 +71,16 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from trl_qurl.lab.evaluation.results import build_table, summarize
-    from trl_qurl.lab.evaluation.tasks import load_tasks
-    from trl_qurl.lab.evaluation.worker import answer_once
+    from trl_qurl.lab.evaluation.tasks import encode_prompts, load_tasks
+    from trl_qurl.lab.evaluation.worker import Job, answer_once
     from trl_qurl.rollout.engine.launch import content_digest, resolve_model
 
     tasks = load_tasks(args.tasks.split(","), args.limit)
     directory = resolve_model(args.model)
+    template = args.chat_template_kwargs
+    encoded = [
+        encode_prompts(directory, task.prompts, args.max_tokens, **template) for task in tasks
+    ]
     sampling = {name: getattr(args, name) for name in ("temperature", "top_p", "max_tokens")}
     settings = {
         "model": args.model,
@@ -86,13 +88,23 @@ def run(args: argparse.Namespace) -> int:
         "tasks": {task.name: task.digest for task in tasks},
         "sampling": {"n": args.samples, **sampling},
         "ignore": sorted(args.ignore),
-        "chat_template_kwargs": args.chat_template_kwargs,
+        "chat_template_kwargs": template,
     }
     output_dir = args.output_dir or Path(f"eval-{Path(args.model).name}")
     output_dir.mkdir(parents=True, exist_ok=True)
     answers = {}
     for name, form in formats.items():
-        job = make_job(args, name, form, directory, tasks, settings["sampling"])
+        label, checkpoint, engine_kwargs = engine_of(args, name, form, directory)
+        job = Job(
+            label,
+            checkpoint,
+            form,
+            tasks,
+            [prompts for prompts, _ in encoded],
+            max(length for _, length in encoded),
+            settings["sampling"],
+            engine_kwargs,
+        )
         content = json.dumps([settings, form]).encode()
         digest = hashlib.blake2b(content, digest_size=4).hexdigest()
         answers[job.label] = answer_once(job, output_dir / f"{name}-{digest}.json")
@@ -103,17 +115,11 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def make_job(
-    args: argparse.Namespace,
-    name: str,
-    form: Formats,
-    directory: str,
-    tasks: list[Task],
-    sampling: dict[str, Any],
-) -> Job:
-    """Return the evaluation of a model's directory in one format, which is quantized first."""
+def engine_of(
+    args: argparse.Namespace, name: str, form: Formats, directory: str
+) -> tuple[str, str, dict[str, Any]]:
+    """Return a format's label, its checkpoint, which is made first, and the engine's arguments."""
     from trl_qurl.lab.device import full_precision
-    from trl_qurl.lab.evaluation.worker import Job
     from trl_qurl.rollout.engine.launch import starting_checkpoint
 
     label, dtype = full_precision()
@@ -124,7 +130,7 @@ def make_job(
         checkpoint = str(starting_checkpoint(directory, form, args.ignore, arguments))
     elif '"quantization_config"' in Path(directory, "config.json").read_text(encoding="utf-8"):
         label = "as stored"
-    return Job(label, checkpoint, form, tasks, sampling, arguments, args.chat_template_kwargs)
+    return label, checkpoint, arguments
 
 
 def check_arguments(args: argparse.Namespace) -> dict[str, Formats]:
@@ -136,6 +142,8 @@ def check_arguments(args: argparse.Namespace) -> dict[str, Formats]:
 
     formats = read_schemes(args.scheme)
     check_positive(args, "samples", "top_p", "max_tokens")
+    if args.top_p > 1:
+        raise ValueError(f"--top-p is {args.top_p:g}: give a number up to 1.")
     if args.temperature < 0:
         raise ValueError(f"--temperature is {args.temperature:g}: give 0, or a positive number.")
     if args.samples > 1 and args.temperature == 0:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from trl_qurl.lab.comparison import write_json
 from trl_qurl.lab.evaluation.results import Answers
-from trl_qurl.lab.evaluation.tasks import Task, are_correct, encode_prompts
+from trl_qurl.lab.evaluation.tasks import Task, are_correct
 from trl_qurl.lab.grading import is_text
 from trl_qurl.lab.processes import call_in_child
 from trl_qurl.quantization.plan import Formats, schemes_of
@@ -32,17 +32,18 @@ class Job:
     model: str  # directory of the checkpoint that vLLM loads
     formats: Formats  # of its layers
     tasks: list[Task]
+    prompts: list[list[list[int]]]  # token ids, by task
+    length: int  # tokens of the longest prompt and its answer
     sampling: dict[str, Any]  # arguments for `vllm.SamplingParams`, except the seed
     engine_kwargs: dict[str, Any] = field(default_factory=dict)  # for `vllm.LLM`
-    template: dict[str, Any] = field(default_factory=dict)  # for the chat template
 
 
 def answer_once(job: Job, path: Path) -> list[Answers]:
     """Return a format's answers, generated in a separate process unless the answer file exists."""
     if not path.exists():
         failure = (
-            f"Evaluation with {job.label} failed; see the output above. Run the same command again "
-            "to continue with this format."
+            f"Evaluation with {job.label} failed; see the output above. Formats that are finished "
+            "will not be repeated."
         )
         write_json(call_in_child(answer, job, failure, shows_output=True), path)
     stored = json.loads(path.read_text(encoding="utf-8"))
@@ -51,35 +52,24 @@ def answer_once(job: Job, path: Path) -> list[Answers]:
 
 def answer(job: Job) -> list[Answers]:
     """Answer and grade all questions."""
-    from vllm import SamplingParams
-
-    SamplingParams(**job.sampling)  # refuses values that make no sense before an engine starts
-    prompts, llm = encode_and_start(job)
+    llm = start(job)
     answers: list[Answers] = []
-    for task, encoded in zip(job.tasks, prompts, strict=True):
+    for task, encoded in zip(job.tasks, job.prompts, strict=True):
         answers += answer_task(llm, task, encoded, job)
     return answers
 
 
-def encode_and_start(job: Job) -> tuple[list[list[list[int]]], LLM]:
-    """Return the token ids of all prompts, by task, and an engine with a long enough context."""
+def start(job: Job) -> LLM:
+    """Start an engine with a context that is as long as the job's texts."""
     import torch
 
     from trl_qurl.rollout.engine.colocated import start_engine
     from trl_qurl.rollout.engine.hardware import WORTH_COMPILING
 
-    max_tokens = job.sampling["max_tokens"]
-    prompts = []
-    length = 0
-    answers = 0
-    for task in job.tasks:
-        encoded, needed = encode_prompts(job.model, task.prompts, max_tokens, **job.template)
-        prompts.append(encoded)
-        length = max(length, needed)
-        answers = max(answers, len(encoded) * job.sampling["n"])
-    arguments: dict[str, Any] = {"model": job.model, "max_model_len": length}
+    answers = max(map(len, job.prompts)) * job.sampling["n"]
+    arguments: dict[str, Any] = {"model": job.model, "max_model_len": job.length}
     if not torch.cuda.is_available():
-        arguments["enforce_eager"] = answers * max_tokens < WORTH_COMPILING
+        arguments["enforce_eager"] = answers * job.sampling["max_tokens"] < WORTH_COMPILING
         # After part of a prompt, vLLM rewinds a seeded generator, which on a CPU is impossible
         # (docs/upstream.md).
         arguments["enable_chunked_prefill"] = False
@@ -87,7 +77,7 @@ def encode_and_start(job: Job) -> tuple[list[list[list[int]]], LLM]:
     compiling = "" if arguments.get("enforce_eager") else COMPILING
     print(f"Starting vLLM with {job.label}{compiling}", flush=True)
     schemes = schemes_of(job.formats)
-    return prompts, start_engine(schemes, arguments, min(answers, AT_ONCE), length)
+    return start_engine(schemes, arguments, min(answers, AT_ONCE), job.length)
 
 
 def answer_task(llm: LLM, task: Task, prompts: list[list[int]], job: Job) -> Iterator[Answers]:

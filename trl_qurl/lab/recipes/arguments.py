@@ -172,7 +172,8 @@ def parse(command: str, argv: Sequence[str]) -> tuple[ScriptArguments, Any, Mode
     known, unknown = parser.parse_known_args(argv)
     unknown = [*unread, *unknown]
     if unknown:
-        words = [word.partition("=")[0].lstrip("-").replace("-", "_") for word in unknown]
+        words = [word.partition("=")[0] for word in unknown if word.startswith("-")]
+        words = [word.lstrip("-").replace("-", "_") for word in words]
         words = [ELSEWHERE.get(word, word) for word in words]
         guess = did_you_mean(words, ["model", *vars(known)])
         raise ValueError(f"Unknown option or setting {' '.join(unknown)}{guess}")
