@@ -8,6 +8,16 @@ import pytest
 import torch
 from documents import ROOT
 
+from trl_qurl.lab.device import full_precision
+
+
+@pytest.mark.parametrize(("has_bf16", "name"), [(True, "bfloat16"), (False, "float16")])
+def test_sixteen_bits_are_those_that_a_gpu_has(has_bf16, name, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: has_bf16)
+    assert full_precision()[1] == name
+
+
 FAULTS = """
 import resource, torch
 from trl_qurl.lab.device import keep_freed_memory

@@ -27,10 +27,13 @@ SETTINGS = {
 
 
 class SaveOnTheWay(TrainerCallback):
-    """In the middle of a rollout's updates, when the engine's weights are older than the policy's."""
+    """In the middle of a rollout's updates, when the engine's weights are older than the policy's.
+
+    In the first rollout, inputs for the first fit of the smoothing are being collected, too.
+    """
 
     def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == 3:
+        if state.global_step in (1, 3):
             self.trainer.save_quantized(f"{args.output_dir}/on the way")
 
 
