@@ -48,6 +48,7 @@ SHARED_DIRECTORY = "TRL_QURL_TESTS"
 """Variable with a directory of this run of pytest, the same for all of its workers."""
 
 LONGEST_FIRST = (
+    "runner-v2",
     "server",
     "faults",
     "ahead",

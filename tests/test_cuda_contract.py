@@ -61,7 +61,7 @@ def test_a_name_that_is_gone_or_defined_otherwise_fails(compare):
     worker = worker.replace(MEMORY, "before_sleep = 0")
     status, printed, found = compare(tests=True, **{WORKER: worker})
     assert status == 1 and found == {("MISSING", "get_model"), ("DIFFERS", "sleep")}
-    assert "Worker.get_model is gone: RolloutWorker repairs the model it returns" in printed
+    assert "Worker.get_model is gone (RolloutWorker repairs the model it returns)" in printed
 
 
 @pytest.mark.parametrize("is_there", [False, True])

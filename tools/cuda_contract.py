@@ -4,9 +4,9 @@
 
 Takes a CUDA wheel (a path, or a requirement that pip downloads, 320 MB; by default the release of
 the installed CPU build) and prints which source files differ from that build, and whether the names
-do that trl-qurl relies on: those of `tests/test_trl_contract.py`, whose tests then run on the
-wheel's sources. Nothing of the wheel is imported, and compiled files are not compared. The exit
-status is 1 if a name is missing or defined differently, or a test fails.
+do that trl-qurl relies on: those of `rollout/contract/`, whose tests then run on the wheel's
+sources. Nothing of the wheel is imported, and compiled files are not compared. The exit status is 1
+if a name is missing or defined differently, or a test fails.
 """
 
 import argparse
@@ -22,14 +22,15 @@ import tempfile
 import zipfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 CONTRACT = ROOT / "tests" / "test_trl_contract.py"
 sys.path[:0] = [str(ROOT), str(CONTRACT.parent)]
-contract = importlib.import_module(CONTRACT.stem)
+contract = importlib.import_module("trl_qurl.rollout.contract")
+tests = importlib.import_module(CONTRACT.stem)
 
 SAME = "same"
 DIFFERS = "DIFFERS"
@@ -64,10 +65,13 @@ def find_wheel(wanted: str, folder: Path) -> Path:
 
 def relied_on() -> list[Name]:
     """Return vLLM's names in the contract and in the imports of trl_qurl."""
-    names = {Name(*entry[:2]) for entry in contract.DEFINITIONS}
-    for module, name, attributes, _ in contract.ATTRIBUTES:
-        names |= {Name(module, name, attribute) for attribute in attributes}
-    names |= {Name(*imported) for imported in contract.imported_names()}
+    names = set()
+    for row in contract.read_tables():
+        if row.table == "parameters":
+            names.add(Name(row.module, row.name))
+        elif row.table == "attributes":
+            names |= {Name(row.module, row.name, attribute) for attribute in row.parts}
+    names |= {Name(*imported) for imported in tests.imported_names()}
     return sorted(name for name in names if name.module.startswith("vllm."))
 
 
@@ -90,7 +94,9 @@ def source_of(name: Name) -> str:
     path = contract.source_file(name.module)
     if path is None:
         return ""
-    found = contract.definition(name.module, name.definition)
+    found = None
+    with suppress(LookupError):
+        found = contract.definition(name.module, name.definition)
     if found is None and path.name == "__init__.py":  # a package passes on what its modules define
         found = definition_below(path.parent, name.definition)
     if found is not None and not name.attribute:

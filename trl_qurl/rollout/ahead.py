@@ -29,7 +29,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -40,6 +40,7 @@ from trl.trainer.utils import RepeatSampler
 
 from trl_qurl.rollout.backend import QuantizedVLLMGeneration, Samples, Tokens
 from trl_qurl.rollout.background import in_background
+from trl_qurl.rollout.contract.results import Completions, named
 from trl_qurl.rollout.engine.served import ServedEngine
 from trl_qurl.rollout.errors import ServerError
 from trl_qurl.rollout.substitution import substitute
@@ -110,7 +111,7 @@ class Rollout:
     prompts: Tokens  # of this process, one per completion
     group_size: int  # completions per prompt
     step: int  # optimizer steps when the weights that sample it were sent
-    output: tuple | None = None  # of TRL's `generate`, for this process, once it is collected
+    result: Completions | None = None  # for this process, once it is collected
     waited_s: float = 0.0  # that the trainer has waited for it
 
 
@@ -127,7 +128,9 @@ class AheadVLLMGeneration(QuantizedVLLMGeneration):
         self.collect()
         super().sync_weights()
 
-    def generate(self, prompts: Tokens, images: Any, num_generations: int, **kwargs: Any) -> tuple:
+    def generate(
+        self, prompts: Tokens, images: Any, num_generations: int, **kwargs: Any
+    ) -> Completions:
         """Return these prompts' rollout, generated ahead if it was, and begin the upcoming one."""
         self.collect()
         step = self._global_step()
@@ -137,8 +140,8 @@ class AheadVLLMGeneration(QuantizedVLLMGeneration):
             if all(gather_object([self._next.prompts == prompts])):
                 rollout = self._next
             self._next = None
-        if rollout.output is None:  # the first rollout, or an evaluation
-            rollout.output = super().generate(
+        if rollout.result is None:  # the first rollout, or an evaluation
+            rollout.result = super().generate(
                 prompts=prompts, images=images, num_generations=num_generations, **kwargs
             )
         if self.upcoming is not None:
@@ -148,21 +151,22 @@ class AheadVLLMGeneration(QuantizedVLLMGeneration):
             self._next = Rollout(self.upcoming, num_generations, step)
             with self._asking_to("begin"):
                 self._sample(self._next.prompts, None, num_generations)
-        completions, logps = rollout.output[1:3]
-        self.samples = Samples(prompts, completions, logps, images is not None)
-        return rollout.output
+        result = rollout.result
+        has_images = images is not None
+        self.samples = Samples(prompts, result.completion_ids, result.logprobs, has_images)
+        return result
 
     def collect(self) -> None:
         """Wait for the rollout that was begun; if it is lost, generate it again. Collective."""
         rollout = self._next
-        if rollout is None or rollout.output is not None:
+        if rollout is None or rollout.result is not None:
             return
         begun = self.vllm_client.begun if self.accelerator.is_main_process else None
         started = time.perf_counter()
         version = self.sync.version
         generated_before = self.cost.generate_s
         with self._asking_to("collect"):
-            rollout.output = super().generate(
+            rollout.result = super().generate(
                 prompts=rollout.prompts, images=None, num_generations=rollout.group_size
             )
         rollout.waited_s += time.perf_counter() - started
@@ -180,11 +184,16 @@ class AheadVLLMGeneration(QuantizedVLLMGeneration):
     def state(self) -> dict[str, Any] | None:
         """Return the rollout generated ahead, for a checkpoint. A collective operation."""
         self.collect()
-        return None if self._next is None else asdict(self._next)
+        if self._next is None:
+            return None
+        return vars(self._next) | {"result": tuple(self._next.result or ())}
 
     def load_state(self, state: dict[str, Any] | None) -> None:
         """Continue with a checkpoint's rollout."""
-        self._next = None if state is None else Rollout(**state)
+        self._next = None
+        if state is not None:
+            result = named(Completions, state["result"])
+            self._next = Rollout(**state | {"result": result})
 
     def drop(self) -> None:
         """Give up the rollout that is out."""

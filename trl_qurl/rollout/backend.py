@@ -22,6 +22,7 @@ from trl_qurl.quantization.layers import check_recurrent_layers
 from trl_qurl.quantization.merging import Tensors, model_parameters
 from trl_qurl.quantization.plan import format_name
 from trl_qurl.rollout.adapter import adapter_obstacle, adapter_rank, check_rounding, engine_rank
+from trl_qurl.rollout.contract.results import Completions, named
 from trl_qurl.rollout.cost import RolloutCost
 from trl_qurl.rollout.directory import CheckpointFolder
 from trl_qurl.rollout.engine import colocated
@@ -230,22 +231,22 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         """Yield what a sync sends, before it is quantized. Collective: read to the end."""
         return model_parameters(self.model, merges=True, grid=self.weights.grid)
 
-    def generate(self, *args: Any, **kwargs: Any) -> tuple:
+    def generate(self, *args: Any, **kwargs: Any) -> Completions:
         """Generate as the parent does, from the weights of this run's last sync."""
         return recover(functools.partial(self._generate, args, kwargs), self._reconnect)
 
-    def _generate(self, args: tuple, kwargs: dict[str, Any], is_repeated: bool) -> tuple:
+    def _generate(self, args: tuple, kwargs: dict[str, Any], is_repeated: bool) -> Completions:
         if is_repeated:
             self.sync.push(is_repeated=True)
         raise_everywhere(self.sync.require_version, self.rollout.is_served)
         synced_before = self.cost.sync_s
         with self.cost.timed("generate_s"):
-            output = raise_everywhere(lambda: self._sample(*args, **kwargs), self.rollout.is_served)
+            result = raise_everywhere(lambda: self._sample(*args, **kwargs), self.rollout.is_served)
             # A server that restarted in the meantime answered from other weights.
             raise_everywhere(self.sync.require_version, self.rollout.is_served)
         self.cost.generate_s -= self.cost.sync_s - synced_before  # in sleep mode, the parent syncs
-        self.cost.tokens += sum(len(completion) for completion in output[1])
-        return output
+        self.cost.tokens += sum(len(completion) for completion in result.completion_ids)
+        return result
 
     def _check_prompts(self, prompts: Tokens, has_images: bool) -> None:
         """Raise `ValueError` in all processes if a prompt of one fills the context.
@@ -262,7 +263,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
 
     def _sample(
         self, prompts: Tokens, images: list | None, num_generations: int, **kwargs: Any
-    ) -> tuple:
+    ) -> Completions:
         has_images = images is not None
         self._check_prompts(prompts, has_images)
         expands = has_images and not self.rollout.is_served
@@ -271,18 +272,19 @@ class QuantizedVLLMGeneration(VLLMGeneration):
             sent = [as_plain(prompt, self.plain_prompts) for prompt in prompts]
         try:
             with self._noise_of_generation():
-                output = super().generate(
+                values = super().generate(
                     prompts=sent, images=images, num_generations=num_generations, **kwargs
                 )
         except Exception:
             if self.rollout.is_served and self.accelerator.is_main_process:
                 # The other processes wait for the completions, inside the parent's method.
-                broadcast_object_list([([], [], None, None)], from_process=0)
+                broadcast_object_list([Completions([], [], [], [])], from_process=0)
             raise
+        result = named(Completions, values)
         if expands:
-            check_seen(prompts, output[0])
-        self.samples = Samples(prompts, output[1], output[2], has_images)
-        return output
+            check_seen(prompts, result.prompt_ids)
+        self.samples = Samples(prompts, result.completion_ids, result.logprobs, has_images)
+        return result
 
     def _noise_of_generation(self) -> AbstractContextManager[None]:
         if self._noise is None:

@@ -22,6 +22,8 @@ from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 
+from trl_qurl.rollout.contract.results import Generated, named
+
 logger = get_logger(__name__)  # logs in the main process only
 
 CALL = re.compile(r"\(\) (missing|got an unexpected|takes) ")  # Python's words for wrong arguments
@@ -101,19 +103,6 @@ def row_digest(row: dict[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(row, default=str).encode(), digest_size=8).hexdigest()
 
 
-class Generated(NamedTuple):
-    """What TRL's `GRPOTrainer._generate` returns, one entry per completion."""
-
-    prompt_ids: list[list[int]]
-    completion_ids: list[list[int]]
-    tool_mask: list[list[int]] | None
-    completions: list[Any]  # texts or conversations
-    logps: list[list[float | None]] | None  # of the sampled tokens, in nats
-    extra_fields: dict[str, Any]
-    images: list[Any] | None
-    tool_images: list[Any]
-
-
 class Sample(NamedTuple):
     """One completion, with everything that TRL's two methods return about it."""
 
@@ -141,7 +130,7 @@ class FilledBatch:
             completion_ids=[sample.completion_ids for sample in self.samples],
             tool_mask=None,
             completions=[sample.completion for sample in self.samples],
-            logps=logps if len(logps) == len(self.samples) else None,
+            logprobs=logps if len(logps) == len(self.samples) else None,
             extra_fields={},
             images=None,
             tool_images=[],
@@ -252,7 +241,7 @@ def sample_batch(rows: list[dict[str, Any]], trainer: Any) -> FilledBatch:
     Columns that reward functions add to the table of completions are kept with it.
     """
     prompts = [row["prompt"] for row in rows]
-    generated = Generated(*trainer._generate(prompts))
+    generated = named(Generated, trainer._generate(prompts))
     completion_ids = generated.completion_ids
     rewards = trainer._calculate_rewards(rows, prompts, generated.completions, completion_ids)
     added = trainer._pending_extra_logs
@@ -266,7 +255,7 @@ def sample_batch(rows: list[dict[str, Any]], trainer: Any) -> FilledBatch:
             prompt_ids=generated.prompt_ids[i],
             completion_ids=completion_ids[i],
             completion=generated.completions[i],
-            logps=None if generated.logps is None else generated.logps[i],
+            logps=None if generated.logprobs is None else generated.logprobs[i],
             extras={name: column[i] for name, column in columns.items()},
         )
         samples.append(sample)

@@ -18,12 +18,12 @@ from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 
 from trl_qurl.config import QuRLGRPOConfig
+from trl_qurl.rollout.contract.results import Generated, named
 from trl_qurl.rollout.mismatch import valid_logps
 from trl_qurl.rollout.substitution import substitute
 from trl_qurl.trainers.dynamic_sampling import (
     DynamicSampler,
     FilledBatch,
-    Generated,
     PromptStream,
     weighted_sum,
 )
@@ -109,8 +109,8 @@ class QuRLGRPOTrainer(GroupRolloutsMixin, GRPOTrainer):
     def _generate(self, prompts: list) -> tuple:
         if self._filled is not None:
             return self._filled.generated()
-        generated = Generated(*super()._generate(prompts))
-        logps = generated.logps
+        generated = named(Generated, super()._generate(prompts))
+        logps = generated.logprobs
         if logps is None:
             if self.args.vllm_importance_sampling_correction:
                 way = (
@@ -123,7 +123,7 @@ class QuRLGRPOTrainer(GroupRolloutsMixin, GRPOTrainer):
             return generated
         if self.rollout_func is not None:
             logps = returned_logps(logps, generated.completion_ids)
-        return generated._replace(logps=valid_logps(logps))
+        return generated._replace(logprobs=valid_logps(logps))
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self._filled is not None:

@@ -21,6 +21,7 @@ from packaging.requirements import Requirement
 
 from trl_qurl import __version__
 from trl_qurl.lab.doctor.report import SECRET, Line, Status
+from trl_qurl.rollout.contract import LIBRARIES, differences
 
 PACKAGES = (
     "torch",
@@ -153,6 +154,18 @@ def check_vllm() -> Line:
     return Line("vllm", text)
 
 
+def check_private_parts() -> Line:
+    """Compare the parts of other libraries that are private, and that trl-qurl relies on."""
+    found = []
+    for library in LIBRARIES:
+        if importlib.util.find_spec(library) is not None:
+            found += differences(library)
+    if not found:
+        return Line("contract", "all private parts of TRL and vLLM that trl-qurl uses are there")
+    advice = "What relies on them may fail: install the versions that `packages` asks for."
+    return Line("contract", "; ".join(found), Status.NOTE, advice)
+
+
 def check_memory() -> Line:
     """Report the free memory of the machine or the container."""
     import psutil
@@ -198,5 +211,13 @@ def check_variables() -> Line:
     return Line("variables", ", ".join(variables) or "no relevant variables are set")
 
 
-INSPECTIONS = (check_python, check_packages, check_vllm, check_memory, check_shm, check_variables)
+INSPECTIONS = (
+    check_python,
+    check_packages,
+    check_vllm,
+    check_private_parts,
+    check_memory,
+    check_shm,
+    check_variables,
+)
 """The checks in order."""

@@ -1,0 +1,45 @@
+"""What functions of TRL return, by name: an element more or less is an error that says so."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from typing import Any, NamedTuple, TypeVar
+
+Result = TypeVar("Result", bound=NamedTuple)
+
+
+class Completions(NamedTuple):
+    """What `VLLMGeneration.generate` returns, one entry per completion."""
+
+    prompt_ids: list[list[int]]
+    completion_ids: list[list[int]]
+    logprobs: list[list[list[float | None]]]  # by token: of the sampled one and others, in nats
+    logprob_token_ids: list[list[list[int]]] | None  # these tokens
+
+
+class Generated(NamedTuple):
+    """What `GRPOTrainer._generate` returns, one entry per completion."""
+
+    prompt_ids: list[list[int]]
+    completion_ids: list[list[int]]
+    tool_mask: list[list[int]] | None
+    completions: list[Any]  # texts or conversations
+    logprobs: list[list[float | None]] | None  # of the sampled tokens, in nats
+    extra_fields: dict[str, Any]
+    images: list[Any] | None
+    tool_images: list[Any]
+
+
+def named(kind: type[Result], values: tuple) -> Result:
+    """Return a result of TRL's by the names of its elements.
+
+    Raises `RuntimeError` if their number is another.
+    """
+    names = kind._fields
+    if len(values) != len(names):
+        version = importlib.metadata.version("trl")
+        raise RuntimeError(
+            f"TRL {version} returned {len(values)} values, not {', '.join(names)}: trl-qurl does "
+            "not know this TRL. `trl-qurl doctor` lists what differs."
+        )
+    return kind(*values)
