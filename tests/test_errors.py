@@ -103,14 +103,13 @@ def printed_error(status, err, scratch):
 # ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["colocate", "server"])
-def test_vllm_missing(mode, plain, tmp_path):
+def test_vllm_missing(plain, tmp_path):
     (tmp_path / "hide").mkdir()
     (tmp_path / "hide" / "sitecustomize.py").write_text(HIDE)
     # this checkout's package
     path = os.pathsep.join([str(tmp_path / "hide"), str(Path(__file__).parents[1])])
     done = subprocess.run(
-        [sys.executable, "-m", "trl_qurl", *plain, "--vllm_mode", mode],
+        [sys.executable, "-m", "trl_qurl", *plain, "--vllm_mode", "server"],
         env=child_environment(PYTHONPATH=path),
         cwd=tmp_path,
         capture_output=True,
