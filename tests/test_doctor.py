@@ -190,7 +190,7 @@ def test_an_engine_with_other_weights_is_told_from_a_new_one(stale, is_right):
 def test_what_is_tried_follows_from_the_gpus_and_from_failures(gpus, broken, expected, monkeypatch):
     tried = {}
 
-    def check_in_child(name, module, seconds, *arguments):
+    def check_in_child(name, module, seconds, *arguments, **variables):
         tried[name] = (module, *arguments)
         line = Line(name, "", Status.FAILED if name == broken else Status.OK, data={"gpus": gpus})
         return [line, Line("formats", "")] if name == "torch" else [line]
@@ -203,6 +203,31 @@ def test_what_is_tried_follows_from_the_gpus_and_from_failures(gpus, broken, exp
     assert tried["train-mixed"] == ("trial", mixed, "train-mixed")
     if "server" in tried:
         assert tried["server"] == ("server", "fp8", "server")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "chosen", "helps", "said"),
+    [
+        (1, None, True, "With VLLM_USE_V2_MODEL_RUNNER=0 it works"),
+        (1, None, False, "it fails, too. See the log"),
+        (1, "1", True, ""),
+        (0, None, True, ""),
+    ],
+)
+def test_what_fails_on_a_gpu_is_tried_with_the_older_runner(gpus, chosen, helps, said, monkeypatch):
+    def check_in_child(name, module, seconds, *arguments, **variables):
+        works = name == "torch" or (variables and helps)
+        line = Line(name, "", Status.OK if works else Status.FAILED, "See the log", {"gpus": gpus})
+        return [line, Line("formats", "")] if name == "torch" else [line]
+
+    monkeypatch.setattr(command, "check_in_child", check_in_child)
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", chosen)
+    lines = {line.name: line for line in command.examine(["fp8"], quick=False)}
+    failed = lines["train-fp8"]
+    assert failed.status is Status.FAILED and said in failed.advice
+    assert ("MODEL_RUNNER" in failed.advice) == bool(said)
 
 
 def test_a_format_that_does_not_exist(capsys):

@@ -8,6 +8,8 @@ import pytest
 from conftest import completed
 from support.training import assert_moved, assert_synced, rollout_rows
 
+from trl_qurl.lab.runs import read_run
+
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("runner-v2")]
 
 SCENARIO = Path(__file__).with_name("scenarios") / "on_runner_v2.py"
@@ -36,6 +38,7 @@ def test_reloaded_weights_compute_what_fresh_ones_do_and_each_rollout_has_noise_
         *(tmp_path, *still, "--reseed"),
     )
     assert trained["runner"] == "V2"
+    assert read_run(tmp_path).settings["model_runner"] == "V2"
     [fresh] = run_on_v2("fresh_engine.py", tmp_path / "weights")
     assert_moved(trained)
     assert_synced(trained, fresh)

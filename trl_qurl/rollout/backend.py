@@ -69,6 +69,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
     cost: RolloutCost  # since it was last taken
     samples: Samples  # the latest
     context: int  # tokens of a prompt and its completion that the engine holds
+    runner: str = ""  # vLLM's model runner, "V1" or "V2", once the engine runs
     # Prompts without the tokens that stand for their images, by prompt as the trainer scores it.
     plain_prompts: dict[tuple[int, ...], list[int]]
     _folder: CheckpointFolder | None = None  # of files that an engine starts from or loads
@@ -106,6 +107,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
             lambda: engine.describe() if engine else None, route.is_served
         )
         self.context = description.max_model_len
+        self.runner = description.runner
         route.attach(engine, description.dtype)
         self.sync = WeightSync(route, self.rollout, self.cost, self._global_step)
 

@@ -90,9 +90,8 @@ class QuantizedEngineMixin(CheckpointsMixin):
         self._step_timer = StepTimer()
         self._saving = SavingBetweenSteps()
         self._learning = LearningWatch()
-        self._run_log = RunLogCallback(
-            {"updates_per_rollout": args.updates_per_rollout, "algorithm": self._algorithm}
-        )
+        logged = {"updates_per_rollout": args.updates_per_rollout, "algorithm": self._algorithm}
+        self._run_log = RunLogCallback(logged)
         # Ours go first: rows logged by user callbacks belong in run.jsonl, their time in no step.
         callbacks = [self._step_timer, self._saving, self._run_log, self._learning]
         if applies_uaq(args, arguments):
@@ -100,6 +99,7 @@ class QuantizedEngineMixin(CheckpointsMixin):
         arguments["callbacks"] = [*callbacks, *(arguments.get("callbacks") or [])]
         with substitute(self._generation_module, "VLLMGeneration", self._backend_factory(args)):
             super().__init__(**arguments)
+        logged["model_runner"] = self.vllm_generation.runner
         for callback in self.callback_handler.callbacks:
             self._set_trainer(callback)
         self._mismatch = MismatchTally(self.accelerator)

@@ -97,7 +97,7 @@ STALE = (
 )
 FUNCTION = (
     "Check the engine's kv_cache_dtype and dtype, tied weights, and whether "
-    "rollout_quantization=None helps."
+    "rollout_quantization=None helps, or on a GPU VLLM_USE_V2_MODEL_RUNNER=0 (vLLM's older runner)."
 )
 ROUNDING = (
     "Leave smooth_activations on, correct for the difference (objective='tis' or 'acr'), use a "

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 import tempfile
 import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from importlib import import_module
 from typing import NamedTuple
 
@@ -20,6 +22,7 @@ from trl_qurl.lab.processes import ChildFailure, call_in_child
 IMPORT_SECONDS = 120.0  # time limit for importing torch
 TRIAL_SECONDS = 600.0  # per trial; most of it is for compiling on a slow machine
 LONGEST = 400  # characters of an error
+V2 = "VLLM_USE_V2_MODEL_RUNNER"  # which GPUs use by default
 
 ADVICE = {
     r"undefined symbol|libcudart|libtorch\S* cannot open|libc10": (
@@ -133,10 +136,26 @@ def examine(formats: Sequence[str], quick: bool) -> Iterator[Line]:
             yield Line(trial.name, reason, Status.SKIPPED)
             continue
         print(f"{trial.name}: this may take minutes.", file=sys.stderr)
-        lines = check_in_child(trial.name, trial.module, TRIAL_SECONDS, trial.form, trial.name)
+        arguments = (trial.name, trial.module, TRIAL_SECONDS, trial.form, trial.name)
+        lines = check_in_child(*arguments)
         if lines[0].status is Status.FAILED:
             failed.append(trial.name)
+            if gpus and V2 not in os.environ:
+                print(f"{trial.name}: again, with {V2}=0.", file=sys.stderr)
+                [line, *_] = check_in_child(*arguments, VLLM_USE_V2_MODEL_RUNNER="0")
+                lines = [compared(lines[0], line.status is Status.FAILED)]
         yield from lines
+
+
+def compared(line: Line, fails_too: bool) -> Line:
+    """Return the line of a failed trial with what the older model runner did."""
+    advice = f"With {V2}=0, vLLM's older model runner, it fails, too. {line.advice}"
+    if not fails_too:
+        advice = (
+            f"With {V2}=0 it works, so the cause is vLLM's Model Runner V2: set this variable for "
+            "training, and open an issue with the output of `trl-qurl doctor --json`."
+        )
+    return replace(line, advice=advice)
 
 
 def list_trials(formats: Sequence[str]) -> list[Trial]:
@@ -151,14 +170,16 @@ def list_trials(formats: Sequence[str]) -> list[Trial]:
     return [*trials, sleep, server]
 
 
-def check_in_child(name: str, module: str, seconds: float, *arguments: str) -> list[Line]:
-    """Return the lines of a module's `check(*arguments)`.
+def check_in_child(
+    name: str, module: str, seconds: float, *arguments: str, **variables: str
+) -> list[Line]:
+    """Return the lines of a module's `check(*arguments)`, with these variables.
 
     If its process fails, the only line is named `name` and says how.
     """
     with tempfile.TemporaryDirectory(prefix="trl-qurl-doctor-") as directory:
         # Temporary files go here, so they are deleted even if the process was killed.
-        environment = {"HF_HUB_OFFLINE": "1", "TMPDIR": directory}
+        environment = {"HF_HUB_OFFLINE": "1", "TMPDIR": directory, **variables}
         try:
             return call_in_child(
                 answer, (module, *arguments), seconds=seconds, environment=environment
