@@ -1,6 +1,6 @@
 # trl-qurl on vLLM's own image, whose torch and vLLM it keeps: docker build --tag trl-qurl .
 # For drivers below 580 add --build-arg CUDA=-cu129. More: docs/installation.md. Not built or run on a GPU yet.
-ARG VLLM_VERSION=0.31.0
+ARG VLLM_VERSION=0.32.0
 ARG CUDA=
 FROM vllm/vllm-openai:v${VLLM_VERSION}${CUDA}
 

@@ -88,13 +88,8 @@ lock: setup ## rewrite requirements/*.lock from requirements/*.in
 	sed -i 's/^\(torch==[0-9.]*\)+cpu$$/\1/' requirements/cpu.lock
 	$(LOCK) --python-platform x86_64-manylinux_2_35 requirements/gpu.in --output-file requirements/gpu.lock
 
-check-extras: setup ## check that the package and each of its extras resolve (needs the network)
-	@for extra in "" vllm llmcompressor peft math eval plots report demo docs test dev; do \
-		echo "trl-qurl$${extra:+[$$extra]}"; \
-		$(UV) pip compile --quiet --no-header --no-annotate --python-version 3.11 \
-			--python-platform x86_64-manylinux_2_35 setup.cfg $${extra:+--extra $$extra} \
-		| grep -E '^(compressed-tensors|llmcompressor|torch|transformers|trl|vllm)==' | sed 's/^/    /' || exit 1; \
-	done
+check-extras: setup ## check that pip and uv resolve the package and its extras to tested versions (needs the network)
+	UV=$(UV) $(BIN)/python tools/check_extras.py
 
 clean: ## remove .venv, builds and caches
 	rm -rf .venv .versions build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

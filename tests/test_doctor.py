@@ -107,7 +107,7 @@ def test_a_version_of_compressed_tensors(version, tmp_path, monkeypatch):
 def test_bounds_of_an_extra_hold_beside_its_own_package(monkeypatch):
     versions = {"transformers": "5.19.0", "llmcompressor": None}
     monkeypatch.setattr(environment, "installed", lambda name: (name, versions[name]))
-    asked = ["transformers>=5.10.4", 'transformers<5.18; extra == "llmcompressor"']
+    asked = ["transformers>=5.14", 'transformers<5.18; extra == "llmcompressor"']
     monkeypatch.setattr(environment.importlib.metadata, "requires", lambda name: asked)
     assert not list(environment.find_misfits())
     versions["llmcompressor"] = "0.14.0.1"

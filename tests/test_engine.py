@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import needs_avx512, selected, vllm_server
+from conftest import needs_avx512, needs_llmcompressor, selected, vllm_server
 from support.training import (
     ADAPTER,
     SAME,
@@ -84,6 +84,8 @@ SERVED = {
 
 def marks(case):
     needs = [needs_avx512] if case.startswith("w4a16") or "FP8 cache" in case else []
+    if "llm-compressor" in case:
+        needs.append(needs_llmcompressor)
     return [*needs, pytest.mark.slow] if case in CORNERS else needs
 
 
@@ -153,12 +155,14 @@ def on_server(int8_server, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def served(trained, on_server):
-    return trained(SERVED, **on_server)
+def served(request, trained, on_server):
+    wanted = selected(request, "case")
+    cases = {case: arguments for case, arguments in SERVED.items() if (case,) in wanted}
+    return trained(cases, **on_server)
 
 
 @pytest.mark.xdist_group("server")
-@pytest.mark.parametrize("case", SERVED)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=marks(case)) for case in SERVED])
 def test_server_holds_the_trained_weights(case, served, on_server, tmp_path):
     assert_holds(case, SERVED[case], *served[case])
     left = Path(on_server["rollout_checkpoint_dir"]).glob("trl-qurl-*/[0-9]")

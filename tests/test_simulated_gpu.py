@@ -13,6 +13,7 @@ import vllm
 from documents import ROOT
 from simulated_gpu import table, tensors
 from simulated_gpu.cases import ALWAYS, CORNERS, FAULTS, MATRIX, MIXED, runs
+from simulated_gpu.engine import Report
 from simulated_gpu.forking import simulate_all
 from simulated_gpu.platform import GPUS
 from torch import nn
@@ -24,7 +25,7 @@ MARKS = [
     pytest.mark.simulated_gpu,
     pytest.mark.xdist_group("simulated gpu"),
     pytest.mark.skipif(
-        not vllm.__version__.startswith("0.31."), reason="the doubles imitate vLLM 0.31"
+        not vllm.__version__.startswith("0.32."), reason="the doubles imitate vLLM 0.32"
     ),
 ]
 
@@ -112,6 +113,13 @@ def test_the_page_says_which_formats_are_refused():
     assert cells == [
         ", ".join(case.gpu for case in cases if runs(case)) for cases in MIXED.values()
     ]
+
+
+def test_refused_cases_are_counted_apart_from_faults():
+    refused = {"refused": "ValueError: no units"}
+    faults = [{}, refused, {}, refused, {}, {"reload": "AssertionError"}]
+    reports = {case: Report({}, fault) for case, fault in zip(MATRIX, faults, strict=False)}
+    assert table.summary(reports) == "6 cases: 3 as fresh, 2 refused, 1 with faults"
 
 
 def test_every_fault_that_we_repair_has_a_report():

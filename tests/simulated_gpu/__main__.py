@@ -1,4 +1,6 @@
-"""Simulate formats on GPUs: a line for each, and with `--write` the tables in docs/choosing.md."""
+"""Simulate formats on GPUs: a line for each, a count of the results, and with `--write` the tables in
+docs/choosing.md.
+"""
 
 import argparse
 from itertools import chain
@@ -15,5 +17,6 @@ for case, report in simulate_all([*MATRIX, *chain(*MIXED.values())]):
     reports[case] = report
     kernels = dict.fromkeys(report.kernels.values())
     print(f"{case}: {', '.join(kernels)} {report.faults or 'as fresh'}", flush=True)
+print(f"\n{table.summary(reports)}")
 if args.write:
     table.write(reports)

@@ -94,7 +94,6 @@ def simulate(case: Case) -> Report:
         stage = "start"
         engine = Engine(case, models[0])
         report.kernels = engine.kernels()
-        engine.use()
         captured = tensors.capture(engine.held())
         if case.sleeps:
             tensors.sleep(engine.held())
@@ -172,7 +171,10 @@ class Engine:
 
         class Worker(worker.RolloutWorker):
             model_runner = SimpleNamespace(
-                get_model=lambda: model, lora_config=None, model_config=config.model_config
+                get_model=lambda: model,
+                lora_config=None,
+                model_config=config.model_config,
+                vllm_config=config,
             )
             vllm_config = config
 
@@ -193,20 +195,6 @@ class Engine:
     def load(self, policy: torch.nn.Module, version: str) -> None:
         update = {"version": version, "digest": True}
         self.worker.load_rollout_weights(update, weights_iterator=self.tensors_of(policy))
-
-    def use(self) -> None:
-        """What a first forward pass leaves behind: scratch of the experts' kernels, which graphs
-        write into.
-        """
-        from vllm.model_executor.layers.fused_moe.moe_permute_unpermute import MoEPermuteScratch
-
-        for module in self.model.modules():
-            kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
-            experts = getattr(getattr(kernel, "impl", None), "fused_experts", None)
-            for part in (experts, getattr(experts, "experts", None)):
-                if hasattr(part, "_permute_scratch"):
-                    part._permute_scratch = object.__new__(MoEPermuteScratch)
-                    part._permute_scratch.sort_workspace = torch.zeros(8)
 
     def held(self) -> dict[str, tensors.Held]:
         return tensors.held_tensors(self.model)

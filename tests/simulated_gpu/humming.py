@@ -7,6 +7,7 @@ replaces biases) is its own code; the weights are permuted, and padded as vLLM a
 
 import sys
 import types
+from unittest.mock import MagicMock
 
 import torch
 
@@ -48,23 +49,27 @@ class InputSchema:
     a_dtype = None
     static_tensor_scale_name = None
 
+    def __init__(self, **_):
+        pass
+
     def convert_humming(self, tensors, **_):
         return self, {}
 
 
-def transform(config, tensors):
+def prepare_and_transform(tensors, pad_n_to_multiple, **_):
     result = {}
     for name, tensor in tensors.items():
         rows = tensor.detach()[
             torch.randperm(len(tensor), generator=torch.Generator().manual_seed(3))
         ]
-        padding = rows.new_zeros(-len(rows) % config["pad"], *rows.shape[1:])
+        padding = rows.new_zeros(-len(rows) % pad_n_to_multiple, *rows.shape[1:])
         result[name] = torch.cat([rows, padding])
-    return result
+    return None, result
 
 
 def install() -> None:
     modules = {
+        "config": {"InputQuantizationMode": MagicMock()},
         "dtypes": {"DataType": DataType, **{name: DataType(name) for name in DTYPES}},
         "schema": {
             "BaseWeightSchema": WeightSchema,
@@ -72,10 +77,7 @@ def install() -> None:
             "HummingInputSchema": InputSchema,
             "HummingWeightSchema": WeightSchema,
         },
-        "transform": {
-            "prepare_layer_config": lambda **settings: {"pad": settings["pad_n_to_multiple"]},
-            "transform_humming_tensors": transform,
-        },
+        "transform": {"prepare_and_transform_humming_tensors": prepare_and_transform},
     }
     package = sys.modules["humming"] = types.ModuleType("humming")
     package.__path__ = []

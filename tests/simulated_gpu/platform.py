@@ -48,7 +48,7 @@ SCHEMAS = {
     "dynamic_scaled_fp8_quant": "(Tensor! result, Tensor input, Tensor! scale) -> ()",
     "dynamic_per_token_scaled_fp8_quant": "(Tensor! result, Tensor input, Tensor! scale, Tensor? scale_ub) -> ()",
 }
-"""Operators as the CUDA wheel of vLLM 0.31 registers them."""
+"""Operators as the CUDA wheel of vLLM 0.32 registers them."""
 
 SUPPORTED = {
     "cutlass_scaled_mm_supports_fp8": lambda capability: capability >= 89,
@@ -75,6 +75,7 @@ def install(gpu: str) -> None:
     for name in COMPILED:
         sys.modules[f"vllm.{name}"] = types.ModuleType(f"vllm.{name}")
     import vllm.platforms
+    import vllm.triton_utils
     from vllm.platforms.cuda import CudaPlatformBase
     from vllm.platforms.interface import DeviceCapability
 
@@ -102,14 +103,20 @@ def install(gpu: str) -> None:
             return 108
 
     vllm.platforms._current_platform = SimulatedCuda()
+    # vLLM's placeholder has no field, and on Hopper kernels of Mamba are chosen by this one
+    vllm.triton_utils.triton.Config = lambda *_, **__: types.SimpleNamespace(num_stages=1)
     import vllm.utils.flashinfer as flashinfer
+    import vllm.utils.humming
     import vllm.utils.import_utils as imports
 
+    vllm.utils.humming._patched = True  # it would repair what our double does not have
     has_module = imports._has_module
     imports._has_module = lambda name: name.rpartition(".")[2] in installed or has_module(name)
     for name in ("has_flashinfer", "has_flashinfer_cutedsl", "has_flashinfer_fp8_blockscale_gemm"):
         setattr(flashinfer, name, lambda: "flashinfer" in installed)
     torch.accelerator.max_memory_allocated = lambda *_: 0
+    torch.accelerator.empty_cache = lambda: None
+    torch.accelerator.current_device_index = lambda: 0
 
 
 def permuted(tensor: torch.Tensor, seed: int) -> torch.Tensor:

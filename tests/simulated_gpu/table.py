@@ -33,6 +33,13 @@ def evidence(reports: list[Report]) -> str:
     return "fails" if any(report.faults for report in reports) else "simulated"
 
 
+def summary(reports: Mapping[Case, Report]) -> str:
+    """How many cases are as fresh, refused as they should be, and faulty."""
+    found = [evidence([report]) for report in reports.values()]
+    fresh, refused, fail = (found.count(word) for word in ("simulated", "refused", "fails"))
+    return f"{len(found)} cases: {fresh} as fresh, {refused} refused, {fail} with faults"
+
+
 def rows(reports: Mapping[Case, Report]) -> str:
     names = [scheme.name for scheme in FORMATS]
     lines = [["your engine runs on", *(f"`{name}`" for name in names)], ["---"] * (len(names) + 1)]

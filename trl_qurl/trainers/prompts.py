@@ -39,7 +39,8 @@ def measure_prompts(trainer: Trainer) -> LongestPrompt:
     """
     longest = LongestPrompt()
     makes_prompts = vars(trainer).get("environment_factories") or vars(trainer).get("rollout_func")
-    if trainer._is_vlm or makes_prompts:
+    # none in RLOO of TRL 1.15, which takes no images
+    if vars(trainer).get("_is_vlm") or makes_prompts:
         return longest
     rows = trainer.model.config.get_text_config().vocab_size
     for name, dataset in datasets_of(trainer).items():

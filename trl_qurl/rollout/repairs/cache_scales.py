@@ -1,7 +1,7 @@
 """Scales of a quantized key-value cache that sleep mode discards, on a GPU (report 9).
 
-vLLM saves only buffers before it sleeps, and these are parameters. No checkpoint of ours contains
-them, so without this repair outputs are noise after an engine has slept.
+vLLM saves only buffers before it sleeps, and in 0.31 these are parameters. No checkpoint of ours
+contains them, so without this repair outputs are noise after an engine has slept.
 """
 
 from collections.abc import Iterator
@@ -10,8 +10,8 @@ from contextlib import contextmanager
 import torch
 
 REPORTS = (9,)
-SEEN_IN = "vllm 0.32"
-UNNECESSARY_FROM = None
+SEEN_IN = "vllm 0.31"
+UNNECESSARY_FROM = "0.32"
 
 CACHE_SCALES = ("_q_scale", "_k_scale", "_v_scale")
 

@@ -1,8 +1,7 @@
 """An engine that is deleted also destroys the process groups (report 18).
 
 vLLM's finalizer destroys those of the trainer, which continues in several processes, and of an
-engine started since then (as when a notebook cell is rerun). vLLM below 0.31 has no finalizer, and
-keeps the engine's memory.
+engine started since then (as when a notebook cell is rerun).
 """
 
 import functools
@@ -26,9 +25,7 @@ def release_when_deleted(llm: "LLM") -> None:
     """
     _destroy_process_groups_at_exit()
     client = llm.llm_engine.engine_core
-    finalizer = getattr(client, "_finalizer", None)
-    if finalizer is not None:
-        finalizer.detach()
+    client._finalizer.detach()
     weakref.finalize(client, _release, client.engine_core)
 
 
