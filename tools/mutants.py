@@ -245,7 +245,7 @@ def killer_of(root: Path, mutant: Mutant) -> str | None:
         if found in ("", TIME_IS_UP):
             names = COMMANDS if "/lab/" in mutant.path else ENGINES
             engines = [f"tests/test_{name}.py" for name in names]
-            found = killer(root, [*files, *engines], "vllm and not slow")
+            found = killer(root, [*files, *engines], "vllm and not slow") or found
         return found
     finally:
         target.write_text(original, encoding="utf-8")
