@@ -62,6 +62,7 @@ def test_other_files_and_other_lines_may_differ(compare):
     assert set(differing) == expected
 
 
+@pytest.mark.slow  # weekly, before the tool itself
 def test_a_name_that_is_gone_or_defined_otherwise_fails(compare):
     worker = compare.worker.replace("def get_model(", "def model(")
     worker = worker.replace(MEMORY, "before_sleep = 0")

@@ -191,7 +191,7 @@ def test_what_is_tried_follows_from_the_gpus_and_from_failures(gpus, broken, exp
     tried = {}
 
     def check_in_child(name, module, seconds, *arguments, **variables):
-        tried[name] = (module, *arguments)
+        tried.setdefault(name, (module, *arguments))
         line = Line(name, "", Status.FAILED if name == broken else Status.OK, data={"gpus": gpus})
         return [line, Line("formats", "")] if name == "torch" else [line]
 
@@ -208,15 +208,22 @@ def test_what_is_tried_follows_from_the_gpus_and_from_failures(gpus, broken, exp
 @pytest.mark.parametrize(
     ("gpus", "chosen", "helps", "said"),
     [
-        (1, None, True, "With VLLM_USE_V2_MODEL_RUNNER=0 it works"),
-        (1, None, False, "it fails, too. See the log"),
-        (1, "1", True, ""),
-        (0, None, True, ""),
+        (1, None, "mode", "It works without torch.compile"),
+        (1, None, "VLLM_USE_V2_MODEL_RUNNER", "VLLM_USE_V2_MODEL_RUNNER=0"),
+        (1, None, "enforce_eager", "'enforce_eager': True"),
+        (
+            1,
+            "1",
+            "VLLM_USE_V2_MODEL_RUNNER",
+            "without torch.compile, without CUDA graphs, too. See",
+        ),
+        (1, None, "nothing", "older model runner, without CUDA graphs, too. See the log"),
+        (0, None, "mode", ""),
     ],
 )
-def test_what_fails_on_a_gpu_is_tried_with_the_older_runner(gpus, chosen, helps, said, monkeypatch):
+def test_what_fails_on_a_gpu_is_tried_in_other_ways(gpus, chosen, helps, said, monkeypatch):
     def check_in_child(name, module, seconds, *arguments, **variables):
-        works = name == "torch" or (variables and helps)
+        works = name == "torch" or helps in f"{arguments} {variables}"
         line = Line(name, "", Status.OK if works else Status.FAILED, "See the log", {"gpus": gpus})
         return [line, Line("formats", "")] if name == "torch" else [line]
 
@@ -227,7 +234,15 @@ def test_what_fails_on_a_gpu_is_tried_with_the_older_runner(gpus, chosen, helps,
     lines = {line.name: line for line in command.examine(["fp8"], quick=False)}
     failed = lines["train-fp8"]
     assert failed.status is Status.FAILED and said in failed.advice
-    assert ("MODEL_RUNNER" in failed.advice) == bool(said)
+    if not said:
+        assert failed.advice == "See the log"
+
+
+def test_a_trials_other_way_reaches_its_engine(monkeypatch):
+    monkeypatch.setattr("trl_qurl.QuRLGRPOTrainer", lambda **arguments: arguments["args"])
+    for retry in command.RETRIES:
+        config = trial.build_trainer("int8", object(), retry.engine)
+        assert config.vllm_engine_kwargs.items() >= retry.engine.items()
 
 
 def test_a_format_that_does_not_exist(capsys):

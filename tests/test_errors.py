@@ -30,9 +30,12 @@ from transformers import (
 from trl_qurl import cli
 from trl_qurl.quantization import SCHEMES, write_checkpoint
 from trl_qurl.quantization.layers import check_recurrent_layers
+from trl_qurl.rollout import wire
 from trl_qurl.rollout.backend import QuantizedVLLMGeneration
+from trl_qurl.rollout.engine import worker
 from trl_qurl.rollout.engine.colocated import prepare_process
 from trl_qurl.rollout.errors import ServerError, SyncError
+from trl_qurl.rollout.preparation import choose_route
 
 # Put on PYTHONPATH, this hides a package from a new process as if it were not installed.
 HIDE = """
@@ -415,3 +418,17 @@ def test_server_with_nccl_is_recognized(transfer):
     client.init_communicator()
     assert ("--weight-transfer-config" in (client.stream_obstacle or "")) == (transfer is None)
     assert "/server_info" not in server.asked, "it takes vLLM seconds"
+
+
+@pytest.mark.parametrize("server_gpu", ["GPU-1", "GPU-2", None])
+def test_nccl_is_not_used_on_one_gpu(server_gpu, monkeypatch):
+    monkeypatch.setattr(wire, "gpu_uuid", lambda: server_gpu and "GPU-1")
+    monkeypatch.setattr(worker, "gpu_uuid", lambda: server_gpu)
+    server = FakeServer()
+    server.config["weight_transfer_config"] = {"backend": "nccl"}
+    client = server.client()
+    client.init_communicator()
+    obstacle = client.stream_obstacle
+    assert ("the trainer's GPU" in (obstacle or "")) == (server_gpu == "GPU-1")
+    chosen, reason = choose_route("auto", torch.device("cuda"), obstacle, is_sharded=False)
+    assert chosen == ("checkpoint" if server_gpu == "GPU-1" else "stream"), reason

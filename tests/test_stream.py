@@ -465,6 +465,21 @@ def test_every_stream_is_proven_until_a_gpu_has_shown_that_it_need_not_be(
         sync.needs_proof = False
 
 
+def test_a_sync_without_memory_says_what_to_set(monkeypatch):
+    policy = tiny_model()
+    settings = rollout_settings(INT8, sync_check_interval=0)
+    route = StreamRoute(policy, stream_of(policy, INT8), is_served=False)
+    sync = WeightSync(route, settings, RolloutCost(), lambda: 0)
+
+    def send(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(route, "send", send)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        sync.push()
+    assert "vllm_gpu_memory_utilization" in caught.value.__notes__[0]
+
+
 def test_a_worker_says_how_its_model_is_quantized(client, server):
     held = server.vllm_config
     held.cache_config.cache_dtype = "fp8_e4m3"

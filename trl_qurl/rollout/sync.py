@@ -44,6 +44,11 @@ from trl_qurl.rollout.recovery import raise_everywhere
 from trl_qurl.rollout.routes import Route
 from trl_qurl.rollout.wire import FRESH, WeightUpdate
 
+MEMORY_ADVICE = (
+    "The trainer and vLLM share this GPU, and a sync needs some memory on top: set a lower "
+    "vllm_gpu_memory_utilization, or vllm_enable_sleep_mode=True."
+)
+
 
 class SentWeights(NamedTuple):
     """The policy as it was when its weights were sent."""
@@ -89,7 +94,12 @@ class WeightSync:
             self._count += 1
             self.version = f"{self._run}-step{self.global_step()}-sync{self._count}"
             route.weights.update_size.begin_sync(self.global_step())
-            self._send(has_digests)
+            try:
+                self._send(has_digests)
+            except torch.OutOfMemoryError as error:
+                if not route.is_served:
+                    error.add_note(MEMORY_ADVICE)
+                raise
             self.cost.metrics |= route.weights.update_size.metrics()
             if torch.accelerator.is_available():
                 # The engine has streams of its own, and seconds should include its copies.

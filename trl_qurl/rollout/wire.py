@@ -8,6 +8,8 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from trl_qurl.quantization.checkpoint_form import NamedTensors
 
 # by name: only the engine imports the class
@@ -42,6 +44,14 @@ class EngineDescription(NamedTuple):
     kv_cache_dtype: str = "auto"  # dtype of the key-value cache, in vLLM's spelling
     max_lora_rank: int = 0  # maximum rank of an adapter; 0 if the engine accepts none
     runner: str = "V1"  # vLLM's model runner: "V2" on most GPUs, "V1" on CPUs
+    gpu: str | None = None  # its UUID
+
+
+def gpu_uuid() -> str | None:
+    """Return the UUID of the GPU that this process uses; `None` on a CPU."""
+    if not torch.cuda.is_available():
+        return None
+    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
 
 
 class Engine(ABC):

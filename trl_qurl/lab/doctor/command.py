@@ -8,11 +8,11 @@ import re
 import sys
 import tempfile
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from trl_qurl.lab.comparison import read_schemes, split_schemes
 from trl_qurl.lab.doctor.environment import INSPECTIONS
@@ -52,6 +52,25 @@ ADVICE = {
 
 Other libraries name the problem, but not the fix.
 """
+
+
+class Retry(NamedTuple):
+    """Another way to run vLLM, for a trial that failed on a GPU."""
+
+    way: str
+    setting: str  # with which a user trains in this way
+    engine: Mapping[str, object] = {}  # arguments of an engine in the trainer's process
+    variables: Mapping[str, str] = {}
+
+
+UNCOMPILED = {"compilation_config": {"mode": 0}}
+EAGER = {"enforce_eager": True}
+RETRIES = (
+    Retry("without torch.compile", f"vllm_engine_kwargs={UNCOMPILED}", UNCOMPILED),
+    Retry("with vLLM's older model runner", f"{V2}=0", variables={V2: "0"}),
+    Retry("without CUDA graphs", f"vllm_engine_kwargs={EAGER}", EAGER),
+)
+"""From the least that training loses to the most."""
 
 
 class Trial(NamedTuple):
@@ -136,26 +155,38 @@ def examine(formats: Sequence[str], quick: bool) -> Iterator[Line]:
             yield Line(trial.name, reason, Status.SKIPPED)
             continue
         print(f"{trial.name}: this may take minutes.", file=sys.stderr)
-        arguments = (trial.name, trial.module, TRIAL_SECONDS, trial.form, trial.name)
-        lines = check_in_child(*arguments)
-        if lines[0].status is Status.FAILED:
+        [line] = check_in_child(trial.name, trial.module, TRIAL_SECONDS, trial.form, trial.name)
+        if line.status is Status.FAILED:
             failed.append(trial.name)
-            if gpus and V2 not in os.environ:
-                print(f"{trial.name}: again, with {V2}=0.", file=sys.stderr)
-                [line, *_] = check_in_child(*arguments, VLLM_USE_V2_MODEL_RUNNER="0")
-                lines = [compared(lines[0], line.status is Status.FAILED)]
-        yield from lines
+            if gpus:
+                line = with_culprit(trial, line)
+        yield line
 
 
-def compared(line: Line, fails_too: bool) -> Line:
-    """Return the line of a failed trial with what the older model runner did."""
-    advice = f"With {V2}=0, vLLM's older model runner, it fails, too. {line.advice}"
-    if not fails_too:
-        advice = (
-            f"With {V2}=0 it works, so the cause is vLLM's Model Runner V2: set this variable for "
-            "training, and open an issue with the output of `trl-qurl doctor --json`."
+def with_culprit(trial: Trial, line: Line) -> Line:
+    """Try what failed in other ways; advise the first that works, which names the culprit."""
+    tried = []
+    for retry in RETRIES:
+        is_chosen = V2 in retry.variables and V2 in os.environ
+        if is_chosen or (retry.engine and trial.module == "server"):  # an eager one
+            continue
+        print(f"{trial.name}: again, {retry.way}.", file=sys.stderr)
+        arguments: list[object] = [trial.form, trial.name]
+        if retry.engine:
+            arguments.append(retry.engine)
+        [again] = check_in_child(
+            trial.name, trial.module, TRIAL_SECONDS, *arguments, **retry.variables
         )
-    return replace(line, advice=advice)
+        if again.status is not Status.FAILED:
+            advice = (
+                f"It works {retry.way}: train with {retry.setting}, and open an issue with the "
+                "output of `trl-qurl doctor --json`."
+            )
+            return replace(line, advice=advice)
+        tried.append(retry.way)
+    if not tried:
+        return line
+    return replace(line, advice=f"It fails {', '.join(tried)}, too. {line.advice}")
 
 
 def list_trials(formats: Sequence[str]) -> list[Trial]:
@@ -171,7 +202,7 @@ def list_trials(formats: Sequence[str]) -> list[Trial]:
 
 
 def check_in_child(
-    name: str, module: str, seconds: float, *arguments: str, **variables: str
+    name: str, module: str, seconds: float, *arguments: object, **variables: str
 ) -> list[Line]:
     """Return the lines of a module's `check(*arguments)`, with these variables.
 
@@ -192,7 +223,7 @@ def check_in_child(
     return [Line(name, text, Status.FAILED, advice, {"log": log})]
 
 
-def answer(call: tuple[str, ...]) -> list[Line]:
+def answer(call: tuple[Any, ...]) -> list[Line]:
     """Call `check` of a module of this package, which may import torch."""
     module, *arguments = call
     return import_module(f"trl_qurl.lab.doctor.{module}").check(*arguments)

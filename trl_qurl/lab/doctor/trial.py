@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 import os
 import tempfile
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,25 +33,25 @@ Continuation = list[dict[int, float]]
 """Log-probabilities of the likeliest tokens at each position, in nats."""
 
 
-def check(form: str, name: str) -> list[Line]:
-    """Train, load the last weights, and compare answers.
+def check(form: str, name: str, engine: Mapping[str, Any] = MappingProxyType({})) -> list[Line]:
+    """Train, load the last weights, and compare answers; `engine` has further arguments of vLLM.
 
     For the trial `"sleep"`, the engine sleeps between rollouts.
     """
     sleeps = name == "sleep"
-    trainer = build_trainer(form, vllm_enable_sleep_mode=sleeps)
+    trainer = build_trainer(form, engine=engine, vllm_enable_sleep_mode=sleeps)
     llm = trainer.vllm_generation.llm
     [kernels] = llm.apply_model(_kernel_names)
     kl = train(trainer)
     trainer.vllm_generation.sync_weights()
     if sleeps:
         llm.wake_up(tags=["kv_cache"])  # as TRL does before it generates
-    new = build_trainer(form, trainer.model).vllm_generation.llm
+    new = build_trainer(form, trainer.model, engine).vllm_generation.llm
     distance = largest_difference(continue_greedily(llm), continue_greedily(new))
     mode = llm.llm_engine.vllm_config.compilation_config.cudagraph_mode.name
     layers = ", ".join(kernels) or "unquantized layers"
-    [engine] = llm.collective_rpc("describe_rollouts")
-    runner = engine["runner"]
+    [description] = llm.collective_rpc("describe_rollouts")
+    runner = description["runner"]
     text = (
         f"trained {STEPS} steps with {layers} and Model Runner {runner}, KL of actor and policy up "
         f"to {kl:.1e} nats. Then a new engine differs by {distance:.1e} nats in a log-probability "
@@ -126,7 +128,10 @@ def build_policy(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
 
 
 def build_trainer(
-    form: str, policy: PreTrainedModel | None = None, **settings: Any
+    form: str,
+    policy: PreTrainedModel | None = None,
+    engine: Mapping[str, Any] = MappingProxyType({}),
+    **settings: Any,
 ) -> QuRLGRPOTrainer:
     """Build a trainer that checks every sync, with its engine or connected to a server."""
     from datasets import Dataset
@@ -145,7 +150,7 @@ def build_trainer(
     if "vllm_mode" not in settings:
         # Compile as in a real run, except on a CPU, where it takes minutes.
         options = {"dtype": dtype, "enforce_eager": not has_gpu, "kv_cache_memory_bytes": 2**26}
-        settings |= {"vllm_max_model_length": 64, "vllm_engine_kwargs": options}
+        settings |= {"vllm_max_model_length": 64, "vllm_engine_kwargs": {**options, **engine}}
     config = QuRLGRPOConfig(
         output_dir=tempfile.mkdtemp(),  # in the child's temporary directory, which is deleted
         rollout_quantization=read_formats(form),

@@ -107,6 +107,9 @@ class ServedEngine(VLLMClient, wire.Engine):
             )
         if info["weight_transfer_config"] is None:
             self.stream_obstacle = "the server was started without --weight-transfer-config"
+        gpus = [worker["gpu"] for worker in self.call_workers("describe_rollouts")]
+        if wire.gpu_uuid() in filter(None, gpus):
+            self.stream_obstacle = "the server runs on the trainer's GPU, and NCCL needs two"
         check_kv_cache(
             self.describe().kv_cache_dtype,
             f"--kv-cache-dtype of the vLLM server at {self.base_url}",

@@ -33,7 +33,7 @@ from trl_qurl.rollout.engine.broadcast import received
 from trl_qurl.rollout.errors import SyncError
 from trl_qurl.rollout.repairs.in_worker import repaired_reload
 from trl_qurl.rollout.repairs.incomplete_reload import watched_reload
-from trl_qurl.rollout.wire import FRESH, NOT_RECEIVED, TensorMetadata, WeightUpdate
+from trl_qurl.rollout.wire import FRESH, NOT_RECEIVED, TensorMetadata, WeightUpdate, gpu_uuid
 
 
 class RolloutWorker:
@@ -163,6 +163,7 @@ class RolloutWorker:
             "kv_cache_dtype": self.vllm_config.cache_config.cache_dtype,
             "max_lora_rank": lora.max_lora_rank if lora else 0,
             "runner": "V2" if is_v2 else "V1",
+            "gpu": gpu_uuid(),
             "dtype": str(dtypes.pop()).removeprefix("torch.") if len(dtypes) == 1 else None,
         }
 
