@@ -1,8 +1,11 @@
-"""What does this project do on your GPU? One command that checks, tests, measures and trains.
+"""What does this project do on your GPU? One command that checks, measures, trains and tests.
 
     python benchmarks/gpu_hour.py -o gpu-hour              # at most 40 minutes
-    python benchmarks/gpu_hour.py -o gpu-hour --minutes 9  # repeat it, where commands have a limit
+    python benchmarks/gpu_hour.py -o gpu-hour --minutes 9  # the most valuable parts
     python benchmarks/gpu_hour.py -o rehearsal --rehearse  # tiny sizes, also on a CPU
+
+Nine minutes are for kernels, reloads in three formats, rollouts of 7B in BF16, INT8 and FP8, and
+steps of plain TRL and of ours.
 
 Each part is a child process with a log and a time limit. If one fails or hangs, that is recorded,
 and the next one starts. The same command with the same directory resumes: it runs all parts that
@@ -67,63 +70,61 @@ class Part:
 
 def make_plan(rehearse: bool) -> list[Part]:
     """Return the parts in the order in which they run."""
+    # the trainer's weights, and three tenths of the GPU for an engine
+    large_gb = 0 if rehearse else 60
     measured = ["--output", f"{FOLDER}/record.json", "--repeats", "1" if rehearse else "3"]
     if rehearse:
         measured += ["--engine-dtype", "float32"]
+
+    def script(name: str, size: str, *arguments: str) -> list[str]:
+        shape = ["--shape", "tiny" if rehearse else size]
+        return [f"{ROOT}/benchmarks/{name}.py", *shape, *arguments]
+
+    def bench(size: str, priority: int) -> Part:
+        """Rollouts of an engine alone at 7B; at 0.5B, steps."""
+        load = ["--scheme", "int8,fp8", "--batch", "256", "--prompt-len", "32", "--minutes", "1"]
+        engine: dict[str, Any] = {"compilation_config": {"mode": 0}}  # compiling takes a minute
+        if rehearse:
+            load = ["--scheme", "int8,fp8", "--batch", "8", "--train-batch", "4"]
+            load += ["--completion-len", "8", "--minutes", "0.1"]
+            engine = {"dtype": "float32", "enforce_eager": True}
+        load += ["--engine-kwargs", json.dumps(engine), "--output", f"{FOLDER}/bench.json"]
+        memory_gb = large_gb if size == "7B" else 0
+        return Part(f"bench-{size}", script("shapes", size, *load), 3, priority, memory_gb)
+
+    tokens = ["--completions", "16", "--tokens", "8"]
+    if not rehearse:
+        tokens = ["--completions", "64", "--tokens", "512"]
+    adapter = ["--lora-rank", "16"]  # the optimizer of a whole 7B model would take 120 GB
+    if not rehearse:
+        adapter += ["--dtype", "bfloat16"]
+
+    def steps(size: str, way: str, minutes: float, priority: int) -> Part:
+        arguments = ["--ways", way, *tokens, *(adapter if size == "7B" else []), *measured]
+        name = f"steps-{size}-{way.replace(' ', '-')}"
+        memory_gb = large_gb if size == "7B" else 0
+        return Part(name, script("training_step", size, *arguments), minutes, priority, memory_gb)
+
+    # vLLM's CPU build cannot load the weights that TRL sends.
+    has_trl = torch.cuda.is_available() or not rehearse
+    ways = [TRL, "int8", "bf16", "fp8"] if has_trl else ["int8", "bf16", "fp8"]
+    first, others = ways[: ways.index("bf16")], ["bf16", "fp8"]
+    sync = ["--ways", "bf16-stream", "int8-stream", "fp8-stream", "int8-checkpoint", *measured]
+    reload = [f"{ROOT}/benchmarks/gpu_reload.py", "--output", f"{FOLDER}/record.json"]
     demo = ["-m", "trl_qurl", "demo", "--output-dir", FOLDER]
     if rehearse:
         demo += ["--rollouts", "10", "--required-share", "-1"]  # too few to learn anything
-
-    def script(name: str, shape: str, *arguments: str) -> list[str]:
-        return [
-            f"{ROOT}/benchmarks/{name}.py",
-            "--shape",
-            "tiny" if rehearse else shape,
-            *arguments,
-            *measured,
-        ]
-
-    bench = ["--shape", "7B", "--scheme", "int8,fp8", "--minutes", "4"]
-    if rehearse:
-        bench = ["--shape", "tiny", "--scheme", "int8", "--minutes", "0.1"]
-        bench += ["--engine-kwargs", '{"dtype": "float32", "enforce_eager": true}']
-    load = ["--completions", *(("16", "--tokens", "8") if rehearse else ("64", "--tokens", "256"))]
-    bfloat16 = [] if rehearse else ["--dtype", "bfloat16"]
-    # The optimizer of a whole 7B model would take 120 GB, so there an adapter is trained.
-    training = {"0.5B": [], "7B": ["--lora-rank", "16", *bfloat16]}
-    formats = ["bf16", "int8", "fp8"]
-    # vLLM's CPU build cannot load the weights that TRL sends.
-    ways = [*([] if rehearse and not torch.cuda.is_available() else [TRL]), *formats]
-    sync = ["bf16-stream", "int8-stream", "fp8-stream", "int8-checkpoint"]
     tests = ["-m", "pytest", "-q", "-m", "gpu", f"--junitxml={FOLDER}/tests.xml", f"{ROOT}/tests"]
-    # the trainer's weights, and three tenths of the GPU for an engine
-    large_gb = 0 if rehearse else 60
     return [
-        Part("doctor", ["-m", "trl_qurl", "doctor"], 4, 1),
-        Part("tests", tests, 8, 7),
-        Part(
-            "bench-7B",
-            [f"{ROOT}/benchmarks/shapes.py", *bench, "--output", f"{FOLDER}/bench.json"],
-            6,
-            6,
-            large_gb,
-        ),
-        Part("sync-0.5B", script("weight_sync", "0.5B", "--ways", *sync), 4, 5),
-        *(
-            Part(
-                f"steps-{size}-{way.replace(' ', '-')}",
-                script("training_step", size, "--ways", way, *load, *training[size]),
-                minutes=minutes,
-                priority=priority,
-                memory_gb=memory_gb,
-            )
-            for size, minutes, priority, memory_gb in (
-                ("0.5B", 1.25, 2, 0),
-                ("7B", 2.5, 3, large_gb),
-            )
-            for way in ways
-        ),
-        Part("demo", demo, 3, 4),
+        Part("reload", reload, 3.5, 1),
+        bench("7B", 2),
+        *(steps("0.5B", way, 1.25, 3) for way in first),
+        *(steps("7B", way, 2.5, 4) for way in ways),
+        *(steps("0.5B", way, 1.25, 5) for way in others),
+        bench("0.5B", 6),
+        Part("sync-0.5B", script("weight_sync", "0.5B", *sync), 4, 7),
+        Part("demo", demo, 3, 8),
+        Part("tests", tests, 8, 9),
     ]
 
 

@@ -1,15 +1,26 @@
-"""Results of `gpu_hour.py`: read what its parts wrote, and turn it into tables and pictures."""
+"""Results of `gpu_hour.py`: read what its parts wrote, and turn it into tables and pictures.
 
+    python benchmarks/gpu_hour_report.py gpu-hour    # for maintainers
+
+stores the results of that directory in `results/`, and writes the tables of all stored ones into
+`docs/performance.md` and `docs/choosing.md`.
+"""
+
+import argparse
 import json
 import os
-from collections.abc import Iterator
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+from provenance import ROOT, result_path, write_record
 from trainers import TRL
 from training_step import PARTS
 
+from trl_qurl.lab.comparison import BASELINE, label
 from trl_qurl.lab.curves import COLORS
 from trl_qurl.lab.processes import last_lines
 from trl_qurl.lab.runs import read_run
@@ -21,6 +32,13 @@ PICTURES = {
 }
 LEARNED = ("expected_accuracy", "reward")
 """Metrics of the training run."""
+
+BEGIN = "<!-- begin: python benchmarks/gpu_hour_report.py DIRECTORY -->\n"
+END = "<!-- end: gpu_hour -->"
+NOTHING = (
+    "No results of `gpu_hour.py` are stored yet; an H200 was measured "
+    "[by hand](../benchmarks/speed.md#on-a-gpu)."
+)
 
 Cell = dict[str, Any]
 
@@ -39,6 +57,16 @@ def read_figures(kind: str, folder: Path) -> dict[str, Any]:
             f"{name} {end['first']:.2f} to {end['last']:.2f}" for name, end in ends.items()
         )
         return {"summary": summary, "metrics": ends}
+    if kind == "bench":
+        return read_bench(json.loads((folder / "bench.json").read_text()))
+    if kind == "reload":
+        record = json.loads((folder / "record.json").read_text())
+        trials = [trial for trial in record["trials"] if trial["status"] != "skipped"]
+        passed = sum(trial["status"] != "FAILED" for trial in trials)
+        names = ("kernels", "kernel_failure")
+        figures = {name: record[name] for name in names if name in record}
+        summary = f"{passed} of {len(trials)} trials passed"
+        return {"summary": summary, "trials": trials, **figures}
     if kind not in ("sync", "steps"):
         return {"summary": last_lines(folder / "log.txt", 1)}
     cells = []
@@ -51,6 +79,20 @@ def read_figures(kind: str, folder: Path) -> dict[str, Any]:
         "summary": f"{sum('failure' not in cell for cell in cells)} of {len(cells)} measured",
         "cells": cells,
     }
+
+
+def read_bench(result: dict[str, Any]) -> dict[str, Any]:
+    """Return a cell per format with the medians of `trl-qurl bench`."""
+    load = result["load"]
+    cells = []
+    for form, taken in result["steps"].items():
+        cell = {"way": form, "batch": load["batch"], "tokens": load["completion_len"]}
+        for part in taken[0]:
+            cell[f"{part}_s"] = statistics.median(step[part] for step in taken)
+        cells.append(cell)
+    for form, failure in result["failures"].items():
+        cells.append({"way": form, "failure": failure})
+    return {"summary": result["way"], "cells": cells}
 
 
 def cells_of(record: dict[str, Any], kind: str) -> Iterator[tuple[str, Cell]]:
@@ -72,7 +114,10 @@ def publish(record: dict[str, Any], directory: Path) -> None:
         "**A rehearsal with tiny models in float32: the figures mean nothing.**"
         if record["rehearsal"]
         else "",
-        *(tabulate(record) for tabulate in (part_table, sync_table, step_table)),
+        *(
+            tabulate(record)
+            for tabulate in (part_table, reload_table, rollout_table, step_table, sync_table)
+        ),
         *(
             f"![{caption}]({name})"
             for name, caption in PICTURES.items()
@@ -118,6 +163,34 @@ def part_table(record: dict[str, Any]) -> str:
         text = " ".join((part["reason"] or part["figures"]["summary"]).split())
         rows.append([name, part["status"], log, part.get("commit") or "", text[:200]])
     return markdown_table("Parts", ["part", "status", "time, log", "commit", "result"], rows)
+
+
+def reload_table(record: dict[str, Any]) -> str:
+    """Show how far engines that reloaded weights are from new ones."""
+    figures = record["parts"].get("reload", {}).get("figures", {})
+    rows = []
+    for trial in figures.get("trials", ()):
+        data = trial["data"]
+        distance = f"{data['distance']:.1e}" if "distance" in data else trial["text"]
+        kernels = ", ".join(data.get("kernels", ()))
+        row = [trial["format"], trial["name"], kernels, data.get("runner", ""), distance]
+        rows.append([*row, trial["advice"]])
+    columns = ["format", "trial", "kernels", "runner", "off a new engine, nats", "advice"]
+    return markdown_table("Reloads", columns, rows)
+
+
+def rollout_table(record: dict[str, Any]) -> str:
+    """Compare rollouts with those in 16 bits."""
+    cells = [(size, cell) for size, cell in cells_of(record, "bench") if "rollout_s" in cell]
+    base = {size: cell["rollout_s"] for size, cell in cells if cell["way"] == BASELINE}
+    rows = []
+    for size, cell in cells:
+        seconds = cell["rollout_s"]
+        speed = number(cell["batch"] * cell["tokens"], 0, seconds)
+        row = [size, str(cell["batch"]), str(cell["tokens"]), label(cell["way"]), speed]
+        rows.append([*row, number(base.get(size), 2, seconds)])
+    columns = ["model", "answers", "tokens each", "rollouts", "tokens per second", "times as fast"]
+    return markdown_table("Rollouts", columns, rows)
 
 
 def sync_table(record: dict[str, Any]) -> str:
@@ -189,3 +262,67 @@ def save(figure: Figure, title: str, record: dict[str, Any], path: Path) -> None
         handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=8
     )
     figure.savefig(path, dpi=130)
+
+
+# Pages of the documentation
+# --------------------------------------------------------------------------------------------------
+
+
+def headed(record: dict[str, Any], text: str) -> str:
+    """Put a line about the machine above a record's tables; an empty string above none."""
+    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    about = f"**{record['hardware']}**, {record['date']}, commit {record['commit']}, {versions}:"
+    return f"{about}\n\n{text}" if text else ""
+
+
+PAGES = {
+    ROOT / "docs" / "performance.md": (rollout_table, step_table),
+    ROOT / "docs" / "choosing.md": (reload_table,),
+}
+"""The tables of each page."""
+
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def page_texts(records: Sequence[dict[str, Any]]) -> dict[Path, str]:
+    """Return what belongs into each page."""
+    texts = {}
+    for page, tables in PAGES.items():
+        sections = []
+        for record in records:
+            filled = [table(record).partition("\n\n")[2] for table in tables]  # without its title
+            sections.append(headed(record, "\n\n".join(filter(None, filled))))
+        texts[page] = "\n\n".join(filter(None, sections)) or NOTHING
+    return texts
+
+
+def with_block(page: str, text: str) -> str:
+    """Return a page with this text between its marks."""
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}{text}\n{END}{after}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Store the results of a run, and write the pages."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("directory", type=Path, help="of gpu_hour.py")
+    record = json.loads((parser.parse_args(argv).directory / "results.json").read_text())
+    if record["rehearsal"]:
+        parser.error("These are the results of a rehearsal: their figures mean nothing.")
+    write_record(record, RESULTS / result_path("gpu_hour", record).name)
+    for page, text in page_texts(stored_records()).items():
+        write_atomically(page, with_block(page.read_text(), text))
+        print(f"Written to {page}")
+    return 0
+
+
+def stored_records() -> list[dict[str, Any]]:
+    """Return the stored results, the oldest first."""
+    return [json.loads(path.read_text()) for path in sorted(RESULTS.glob("gpu_hour-*.json"))]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
