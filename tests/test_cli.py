@@ -10,14 +10,14 @@ import pytest
 from conftest import child_environment
 from documents import ROOT
 from tiny import save_tiny
-from trl import GRPOConfig, RLOOConfig
+from trl import GRPOConfig, ModelConfig, RLOOConfig
 
 from trl_qurl import QuRLGRPOConfig, QuRLPPOConfig, QuRLRLOOConfig, cli
 from trl_qurl.cli import COMMANDS
 from trl_qurl.cli.options import check_model
 from trl_qurl.lab import device
 from trl_qurl.lab.data import load_questions
-from trl_qurl.lab.recipes.arguments import parse
+from trl_qurl.lab.recipes.arguments import CriticArguments, check_names, parse
 
 HEAVY = ("torch", "transformers", "trl", "vllm", "datasets", "matplotlib", "rich")
 TRAINING = ("grpo", "ppo", "rloo")
@@ -55,6 +55,16 @@ def test_a_command_imports_its_own_module_and_nothing_heavy():
     done = run("-c", code)
     assert done.returncode == 0, done.stderr
     assert re.findall(r"^usage: trl-qurl (\w+) ", done.stdout, re.MULTILINE) == names
+    code = "import sys; from trl_qurl import cli\nassert cli.main(['grpo', '--modle', 'm']) == 2\n"
+    done = run("-c", f"{code}assert not {{*{HEAVY}}} & sys.modules.keys()")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "config", [QuRLGRPOConfig, QuRLPPOConfig, QuRLRLOOConfig, ModelConfig, CriticArguments]
+)
+def test_names_that_are_checked_before_imports_are_those_of_the_configurations(config):
+    check_names([setting.name for setting in dataclasses.fields(config)], ["--no_bf16", "-1"])
 
 
 @pytest.mark.parametrize(
@@ -67,13 +77,13 @@ def test_a_command_imports_its_own_module_and_nothing_heavy():
         ("quantize model out --scheme none", "--scheme is 'none'"),
         ("serve model --sheme=int4", "Unknown option --sheme; did you mean --scheme?"),
         ("serve model --ignore lm_head re:.*down_proj", "Unexpected argument re:.*down_proj: "),
-        ("grpo --modle m", "--modle m; did you mean model?"),
+        ("grpo --modle m", "--modle; did you mean model?"),
         ("grpo --model m q.jsonl", "Unknown option or setting q.jsonl"),
         ("grpo --learning-rte=1e-6", "--learning-rte=1e-6; did you mean learning_rate?"),
         ("grpo --rollout_quantization in8", "; did you mean 'int8'"),
         ("grpo --objective tiss", "; did you mean 'tis'"),
         ("grpo --weight_sync steam", "; did you mean 'stream'"),
-        ("grpo --reward_func accuracy_reward", "accuracy_reward; did you mean reward_funcs?"),
+        ("grpo --reward_func accuracy_reward", "--reward_func; did you mean reward_funcs?"),
         ("grpo --scheme int8", "; did you mean rollout_quantization?"),
         ("grpo --ignore lm_head", "; did you mean quantization_ignore?"),
         ("grpo --dataset_train_split x", "; did you mean dataset_split?"),
@@ -198,7 +208,7 @@ def test_without_an_accelerator_training_is_put_on_the_cpu(monkeypatch, tmp_path
     [
         ("seed: 1\na: [1\n b: 2", "YAML.* line 3"),
         ("- learning_rate", "run.yaml .* `NAME: value`"),
-        ("learning_rte: 1.0e-6", "learning_rte 1e-06; did you mean learning_rate"),
+        ("learning_rte: 1.0e-6", "learning_rte; did you mean learning_rate"),
     ],
 )
 def test_settings_files_that_cannot_be_used(tmp_path, text, named, capsys):

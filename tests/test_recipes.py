@@ -382,6 +382,14 @@ def test_a_fault_in_a_reward_function_has_a_place():
         questions.learn(stopped, None)
 
 
+@pytest.mark.parametrize(("steps", "is_long"), [(20, False), (2000, True), (-1, True)])
+def test_days_on_a_cpu_are_foretold(steps, is_long, caplog):
+    argv = ["--max_steps", steps, "--max_completion_length", 512, "--use_cpu"]
+    _, training_args, _ = parsed("grpo", *argv)
+    questions.warn_if_slow(135_000_000, 7473, training_args)
+    assert ("days" in caplog.text) == is_long
+
+
 @pytest.mark.parametrize(
     ("argv", "tasks"),
     [
@@ -409,7 +417,7 @@ def test_another_dataset_drops_the_tasks_of_a_recipe(argv, tasks, tmp_path, monk
         ("rollout_quantization: 8", "rollout_quantization is 8: write 'none', one of int8"),
         ("quantization_ignore:", r"quantization_ignore is None, .*, or \[\] for none"),
         ("quantization_ignore: [1]", "quantization_ignore has the pattern 1"),
-        ("1: 2", "Unknown .*1 2"),
+        ("1: 2", "Unknown .*setting 1"),
     ],
 )
 def test_values_that_yaml_converts_are_refused(text, named, tmp_path):

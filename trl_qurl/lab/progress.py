@@ -33,14 +33,12 @@ __all__ = ["StepLineCallback", "use_step_lines"]
 METRICS = {
     "expected_accuracy": "accuracy {:.3f}",  # logged by the demo
     "reward": "reward {:.3f}",
-    "mismatch/kl_k3": "KL {:.1e}",
+    "mismatch/kl_k3": "KL {:.0e}",
     "critic/explained_variance": "critic {:z.2f}",
     "clip_ratio/region_mean": "clip {:.1%}",
-    "completions/mean_length": "length {:.0f}",
     "completions/clipped_ratio": "cut {:.0%}",
-    "throughput/generated_tokens_per_s": "{:.0f} tok/s",
 }
-"""Metrics of a line, with their formats."""
+"""Metrics of a line, with their formats. A terminal of 80 columns has no room for more."""
 
 ALARMS = ("loss", "grad_norm")  # shown only if they are not finite, which indicates a fault
 
@@ -175,7 +173,7 @@ def _clock(seconds: float) -> timedelta:
 
 
 def _plan(args: QuRLGRPOConfig | QuRLRLOOConfig, steps: int) -> str:
-    """Summarize a run in one line, from its config and its number of optimizer steps."""
+    """Summarize a run in two lines, from its config and its number of optimizer steps."""
     formats = args.rollout_quantization
     name = "16-bit" if formats is None else format_name(formats).upper()
     answers = args.generation_batch_size
@@ -185,6 +183,6 @@ def _plan(args: QuRLGRPOConfig | QuRLRLOOConfig, steps: int) -> str:
     rollouts = f"{number} {name} {'rollout' if number == 1 else 'rollouts'}"
     size = f"{answers} answers ({questions} questions x {args.num_generations})"
     return (
-        f"{steps} steps: {rollouts} of {size}, up to {args.max_completion_length} tokens, "
-        f"{updates:g} updates each ({args.objective})"
+        f"{steps} steps: {rollouts} of {size},\n"
+        f"up to {args.max_completion_length} tokens, {updates:g} updates each ({args.objective})"
     )

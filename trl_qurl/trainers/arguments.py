@@ -133,7 +133,8 @@ def check_arguments(args: TrainingArguments, arguments: Mapping[str, Any]) -> No
         raise ValueError(
             f"train_dataset has {len(train)} prompts, but a rollout needs {needed} "
             "(per_device_train_batch_size x processes x steps_per_generation / num_generations): "
-            "add prompts, or make rollouts smaller."
+            "add prompts, or make rollouts smaller: lower steps_per_generation and "
+            "gradient_accumulation_steps, or per_device_train_batch_size."
         )
     for setting in ("rollouts_ahead", "dynamic_sampling"):
         value = vars(args).get(setting)

@@ -8,7 +8,8 @@ and the help.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import ast
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from trl_qurl.cli.options import did_you_mean
 from trl_qurl.lab.comparison import option
 from trl_qurl.lab.device import cpu_settings
+from trl_qurl.rollout.contract import tree
 
 if TYPE_CHECKING:
     from trl import ModelConfig
@@ -75,6 +77,20 @@ START = {
 }
 """Options of TRL that `--help` lists besides those that a command changes, in our words."""
 
+CONFIGURATIONS = (
+    "transformers.training_args",
+    "trl.trainer.base_config",
+    "trl.trainer.grpo_config",
+    "trl.trainer.rloo_config",
+    "trl.trainer.model_config",
+    "trl_qurl.config.rollout",
+    "trl_qurl.config.grpo",
+    "trl_qurl.config.ppo",
+    "trl_qurl.config.rloo",
+    __name__,
+)
+"""Modules whose annotated names are settings."""
+
 ELSEWHERE = {"scheme": "rollout_quantization", "ignore": "quantization_ignore"}
 """What other commands call some options."""
 
@@ -129,7 +145,9 @@ def parse(command: str, argv: Sequence[str]) -> tuple[ScriptArguments, Any, Mode
     """Parse a command line and the YAML files of its `--config` into script, trainer and model
     arguments.
     """
-    settings, argv = take_settings(argv)  # reports errors before seconds of imports
+    # Both report errors before seconds of imports.
+    settings, argv = take_settings(argv)
+    check_names(settings, argv)
 
     from trl import ModelConfig, TrlParser
 
@@ -172,13 +190,37 @@ def parse(command: str, argv: Sequence[str]) -> tuple[ScriptArguments, Any, Mode
     known, unknown = parser.parse_known_args(argv)
     unknown = [*unread, *unknown]
     if unknown:
-        words = [word.partition("=")[0] for word in unknown if word.startswith("-")]
-        words = [word.lstrip("-").replace("-", "_") for word in words]
-        words = [ELSEWHERE.get(word, word) for word in words]
-        guess = did_you_mean(words, ["model", *vars(known)])
-        raise ValueError(f"Unknown option or setting {' '.join(unknown)}{guess}")
+        raise unknown_names(unknown, vars(known))
     model_args, script_args, training_args = parser.parse_args_into_dataclasses(argv)
     return script_args, training_args, model_args
+
+
+def check_names(settings: Iterable[str], argv: Sequence[str]) -> None:
+    """Raise `ValueError` for names that are no field of the configurations' sources."""
+    fields = {"model", "config", "help", "help_all"}
+    for module in CONFIGURATIONS:
+        for node in ast.walk(tree(module)):
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                fields.add(node.target.id)
+    unknown = [name for name in settings if name not in fields]
+    for word in argv:
+        name = plain_name(word)
+        if word.startswith("--") and not {name, name.removeprefix("no_")} & fields:
+            unknown.append(word)
+    if unknown:
+        raise unknown_names(unknown, fields)
+
+
+def plain_name(word: str) -> str:
+    """Return the name of the setting that an option gives."""
+    return word.partition("=")[0].lstrip("-").replace("-", "_")
+
+
+def unknown_names(unknown: Sequence[str], names: Iterable[str]) -> ValueError:
+    """Return the error of options and settings that do not exist, with those that are similar."""
+    words = [plain_name(word) for word in unknown]
+    guess = did_you_mean([ELSEWHERE.get(word, word) for word in words], ["model", *names])
+    return ValueError(f"Unknown option or setting {' '.join(unknown)}{guess}")
 
 
 def recipes() -> dict[str, Path]:
