@@ -281,7 +281,7 @@ def _seeds() -> Experiment:
 
 
 ONCE: dict[str, Any] = {"gradient_accumulation_steps": 4, "warmup_steps": 5}
-"""One update with a whole rollout instead of four with its quarters; as many rollouts of warm-up."""
+"""One update with a whole rollout, not four with its quarters; as many rollouts of warm-up."""
 
 
 def _one_update_rate() -> Experiment:
