@@ -293,7 +293,7 @@ def _one_update_rate() -> Experiment:
             {"objective": "naive", "learning_rate": rate, **ONCE},
             seeds=(99,),
         )
-        for rate in (1e-4, 2e-4, 4e-4, 8e-4, 1.6e-3)
+        for rate in (5e-5, 1e-4, 2e-4, 4e-4, 8e-4)
     ]
     return Experiment("one_update_rate", "Which learning rate suits one update?", tuple(arms))
 
