@@ -6,7 +6,6 @@ python -m benchmarks.real_model_tables --picture docs/images/real-model.png
 
 import argparse
 import math
-from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean as mean
 from statistics import median
@@ -19,7 +18,6 @@ from benchmarks.objectives.contrasts import holm, p_value
 from benchmarks.objectives.summary import (
     STRANGERS,
     Arms,
-    Samples,
     markdown,
     plus_minus,
     read_arms,
@@ -37,7 +35,6 @@ CONTRASTS = [
         (arm, "bf16")
         for arm in ("int8_acr", "int8_tis", "int8_naive", "int8_plain_acr", "int8_plain_naive")
     ),
-    ("int8_acr + int8_tis + int8_naive", "bf16"),
     ("int8_acr", "int8_tis"),
     ("int8_tis", "int8_naive"),
     ("int8_acr", "int8_plain_acr"),
@@ -136,7 +133,7 @@ def contrast_table(arms: Arms) -> str:
     columns: dict[str, list[str]] = {}
     for measure, function in MEASURES.items():
         found = {
-            f"{ours} − {theirs}": samples(arms, ours, theirs, function)
+            f"{ours} − {theirs}": samples_of(arms, ours, theirs, function)
             for ours, theirs in CONTRASTS
         }
         found = {name: each for name, each in found.items() if each[0]}
@@ -153,16 +150,6 @@ def contrast_table(arms: Arms) -> str:
             _, half = stated(map(function, arms["bf16"].values())) or (None, None)
             columns[measure].append(f"± {math.sqrt(2) * (half or 0.0):.3f}")
     return markdown(list(columns), list(zip(*columns.values(), strict=True)))
-
-
-def samples(arms: Arms, ours: str, theirs: str, measure: Callable[[Run], float]) -> Samples:
-    """As `samples_of`, also of the mean of several arms ("a + b") in their seeds, which all count
-    from zero.
-    """
-    parts = [samples_of(arms, name, theirs, measure) for name in ours.split(" + ")]
-    if len(parts) == 1:
-        return parts[0]
-    return [mean(values) for values in zip(*(values for values, _ in parts), strict=False)], []
 
 
 def draw_arms(arms: Arms, path: Path, by_time: bool) -> None:

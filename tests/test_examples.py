@@ -76,6 +76,10 @@ def hub(model, tmp_path):
     (data / "README.md").write_text(
         "---\nconfigs:\n- config_name: main\n  data_files: train.jsonl\n---\n"
     )
+    data = tmp_path / "trl-lib" / "DeepMath-103K"
+    data.mkdir(parents=True)
+    row = {"prompt": [{"role": "user", "content": "What is 1 + 1?"}], "solution": "$2$"}
+    (data / "train.jsonl").write_text(8 * (json.dumps(row) + "\n"))
 
 
 # No update: rewards are 0 for a random model, unless luck has it.
@@ -98,14 +102,25 @@ def test_two_steps_of_the_grpo_script(model, hub, warm_python, tmp_path):
 
 
 def test_the_code_of_the_readme_trains(hub, warm_python, tmp_path):
-    given = (
-        r"steps_per_generation=16,\s+gradient_accumulation_steps=4,\s+max_completion_length=512,"
-    )
+    [change] = blocks(ROOT / "README.md", "diff")
+    lines = [line[1:] for line in change.code.splitlines() if not line.startswith("-")]
     settings = SETTINGS | ON_CPU | {"max_steps": 1}
-    for name in ("report_to", "uaq_scale"):  # which the page does not set, or has in another line
+    for name in ("report_to", "uaq_scale"):  # as by default
         del settings[name]
-    run_page(warm_python, "README.md", given, settings, tmp_path)
+    replaced = ", ".join(f"{key}={value!r}" for key, value in settings.items())
+    code, count = re.subn("max_completion_length=1024", replaced, "\n".join(lines))
+    assert count == 1
+    completed(warm_python, "-c", code, cwd=tmp_path, VLLM_LOGGING_LEVEL="ERROR")
     assert (tmp_path / "policy" / "checkpoint-1" / "trainer_state.json").exists()
+
+
+def test_the_reward_of_the_readme_grades_texts_and_numbers():
+    [block] = blocks(ROOT / "README.md", "python")
+    names = {}
+    exec(block.code, names)
+    texts = ["It is 12.", "It is 13.", "Paris"]
+    completions = [[{"role": "assistant", "content": text}] for text in texts]
+    assert names["right"](completions, [12, 12, "Paris"], question=texts) == [1.0, 0.0, 1.0]
 
 
 def test_the_code_of_the_tutorial_trains_and_evaluates(model, warm_python, tmp_path):

@@ -280,6 +280,42 @@ def _seeds() -> Experiment:
     return Experiment("seeds", "What do ten independent seeds show?", tuple(arms))
 
 
+ONCE: dict[str, Any] = {"gradient_accumulation_steps": 4, "warmup_steps": 5}
+"""One update with a whole rollout, not four with its quarters; as many rollouts of warm-up."""
+
+
+def _one_update_rate() -> Experiment:
+    """With a seed that no other experiment has."""
+    arms = [
+        Arm(
+            f"bf16_{rate:g}",
+            None,
+            {"objective": "naive", "learning_rate": rate, **ONCE},
+            seeds=(99,),
+        )
+        for rate in (5e-5, 1e-4, 2e-4, 4e-4, 8e-4)
+    ]
+    return Experiment("one_update_rate", "Which learning rate suits one update?", tuple(arms))
+
+
+def _one_update(name: str, rate: float) -> Experiment:
+    """TRL's default, with which `acr` is `tis`."""
+    common: dict[str, Any] = {"seeds": tuple(range(10))}
+    changed = {"learning_rate": rate, **ONCE}
+    plain = {"objective": "naive", **changed}
+    arms = [
+        Arm("bf16", None, plain, **common),
+        Arm("bf16_again", None, plain, seed_offset=1000, **common),
+        Arm("int8_default", "int8", {"smooth_activations": None, **changed}, **common),
+    ]
+    arms += [
+        Arm(f"int3_{objective}", "int3", {**changed, "objective": objective}, **common)
+        for objective in ("naive", "tis")
+    ]
+    question = "Does a correction matter with one update per rollout?"
+    return Experiment(name, question, tuple(arms))
+
+
 EXPERIMENTS = {
     experiment.name: experiment
     for experiment in (
@@ -295,5 +331,7 @@ EXPERIMENTS = {
         _actors(),
         _ahead(),
         _seeds(),
+        _one_update_rate(),
+        _one_update("one_update", 1e-4),
     )
 }

@@ -45,6 +45,7 @@ KEPT_SETTINGS = (
     "learning_rate",
     "importance_cap",
     "steps_per_generation",
+    "gradient_accumulation_steps",
     "per_device_train_batch_size",
     "num_generations",
     "max_steps",
@@ -75,7 +76,8 @@ def train_arm(
 
     add_coarse_schemes()
     held_out = encode_problems(sample_problems(512, seed=0, held_out=True), build_tokenizer())
-    updates = arm.changed.get("steps_per_generation", UPDATES_PER_ROLLOUT)
+    batches = arm.changed.get("steps_per_generation", UPDATES_PER_ROLLOUT)
+    updates = batches // arm.changed.get("gradient_accumulation_steps", 1)
     with tempfile.TemporaryDirectory() as output_dir:
         config = build_config(
             arm.algorithm,
