@@ -43,6 +43,9 @@ ELSEWHERE = {
 }
 """Files outside docs/ that become pages of the site."""
 
+EVIDENCE = ("results.md", "upstream.md", "changelog.md")
+"""Pages that are searched like those of `evidence/`."""
+
 HELP_MARK = "<!-- Here the site has the help of every subcommand. -->"
 HELP_WIDTH = 88
 LINK = re.compile(r"\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)")  # or an image's, behind its `!`
@@ -133,8 +136,13 @@ def _shown(output: dict[str, Any]) -> str:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Convert links, and insert the help of the command line."""
+    """Convert links, and insert the help of the command line.
+
+    A search finds guides before evidence.
+    """
     uri = page.file.src_uri
+    if uri.startswith("evidence/") or uri in EVIDENCE:
+        page.meta["search"] = {"boost": 0.5}
     elsewhere = {uri: source for source, uri in ELSEWHERE.items()}
     source = elsewhere.get(uri, f"docs/{uri}")
 
