@@ -60,7 +60,8 @@ def test_panels_of_the_picture(tmp_path, monkeypatch):
         "one": [points([9], [0.5])],
     }
     draw([Panel("KL", "nats", runs, logarithmic=True, x="hour"), Panel("", "", {})], tmp_path)
-    draw([Panel("", "", {})] * 3, tmp_path)
+    decades = Panel("", "", {"": [points([1, 9], [1e-6, 1])]}, logarithmic=True)
+    draw([decades, Panel("", "", {}), Panel("", "", {})], tmp_path)
     (kl, _), (half, _, wide) = (figure.axes for figure in drawn)
     assert (kl.get_xlabel(), kl.get_ylabel(), kl.get_title("left")) == ("hour", "nats", "KL")
     mean, point = kl.lines
@@ -73,6 +74,7 @@ def test_panels_of_the_picture(tmp_path, monkeypatch):
     drawn[1].draw_without_rendering()
     assert wide.get_position().width > 1.5 * half.get_position().width  # no empty quarter
     assert "0.005" in [text.get_text() for text in kl.get_yticklabels(which="both")]
+    assert not half.get_yticklabels(minor=True)  # they would overlap
 
 
 def test_the_table_and_the_picture(tmp_path, capsys, monkeypatch):

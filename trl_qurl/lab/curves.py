@@ -97,7 +97,7 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
         color = COLORS[number % len(COLORS)]
         linestyle = "-" if panel.dashed else DASHES[number % len(DASHES)]
         _draw_line(axes, runs, color, linestyle, label)
-        _draw_line(axes, panel.dashed.get(label, ()), color, "--")
+        _draw_line(axes, panel.dashed.get(label, ()), color, "--", "")
     if panel.has_legend:
         axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, handlelength=1)
     axes.set_title(panel.title, loc="left", fontweight="bold")
@@ -106,16 +106,23 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
     axes.locator_params(axis="x", integer=True)
     if panel.logarithmic:
         axes.set_yscale("log", subs=(2, 5))
+        low, high = axes.get_ylim()
+        if high > 1e5 * low:  # the labels in between would overlap
+            axes.minorticks_off()
     axes.yaxis.set(major_formatter="{x:g}", minor_formatter="{x:g}")
 
 
-def _draw_line(
-    axes: Axes, runs: Sequence[Points], color: str, linestyle: str, label: str = ""
-) -> None:
+def _draw_line(axes: Axes, runs: Sequence[Points], color: str, linestyle: str, label: str) -> None:
     lines = [smooth(points) for points in runs if points.values.size]
     if not lines:  # the metric of another trainer
         return
     rollouts = lines[0].rollouts
     values = np.mean([np.interp(rollouts, *line) for line in lines], axis=0)  # (N,)
-    marker = "" if len(rollouts) > 1 else "o"  # a point makes no line
-    axes.plot(rollouts, values, color=color, linestyle=linestyle, marker=marker, label=label)
+    axes.plot(
+        rollouts,
+        values,
+        color=color,
+        linestyle=linestyle,
+        marker="" if len(rollouts) > 1 else "o",  # a point makes no line
+        label=label,
+    )

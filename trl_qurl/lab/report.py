@@ -29,8 +29,6 @@ HELD_OUT = re.compile("expected_accuracy|eval_(reward|.*_avg@1)")
 """Metrics that score held-out questions."""
 
 MISMATCH = ("mismatch/kl_k3", "mismatch/ratio_max")
-ROUNDING = "weights/rounding/"
-UPDATE = "weights/update/"
 SECONDS = ("time/generate_s", "time/sync_s", "step_time")
 
 
@@ -108,23 +106,23 @@ def weight_panel(runs: Runs) -> Panel:
     A single run has lines for kinds of layer; of several runs, each has the mean of its kinds.
     """
     return Panel(
-        "Rounding, updates (dashed)",
+        "Rounding (solid), updates (dashed)",
         "‖change‖² / ‖weights‖²",
-        weight_lines(ROUNDING, runs),
+        weight_lines("weights/rounding/", runs),
         logarithmic=True,
-        dashed=weight_lines(UPDATE, runs),
+        dashed=weight_lines("weights/update/", runs),
         has_legend=len(runs) == 1,
     )
 
 
-def weight_lines(size: str, runs: Runs) -> dict[str, list[Points]]:
+def weight_lines(prefix: str, runs: Runs) -> dict[str, list[Points]]:
     """Return the metrics whose names start so: of one run by kind of layer, of several by run."""
     lines: dict[str, list[Points]] = {}
     for label, run in runs.items():
         logged = dict.fromkeys(chain(*run.rows))  # in the order of the layers
-        names = [name for name in logged if name.startswith(size)]
+        names = [name for name in logged if name.startswith(prefix)]
         if len(runs) == 1:
-            return {name.removeprefix(size): [points_of(run, name)] for name in names}
+            return {name.removeprefix(prefix): [points_of(run, name)] for name in names}
         lines[label] = [points_of(run, name) for name in names]
     return lines
 
