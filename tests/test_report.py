@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from trl_qurl.cli import main
-from trl_qurl.lab.curves import Panel, Points, draw, final_value, points_of, smooth
+from trl_qurl.lab.curves import COLORS, Panel, Points, draw, final_value, points_of, smooth
 from trl_qurl.lab.runs import Run
+from trl_qurl.quantization.update_size import ROUNDING, UPDATE
 
 
 def write_run(directory, rows):
@@ -59,7 +60,8 @@ def test_panels_of_the_picture(tmp_path, monkeypatch):
         "one": [points([9], [0.5])],
     }
     draw([Panel("KL", "nats", runs, logarithmic=True, x="hour"), Panel("", "", {})], tmp_path)
-    draw([Panel("", "", {})] * 3, tmp_path)
+    decades = Panel("", "", {"": [points([1, 9], [1e-6, 1])]}, logarithmic=True)
+    draw([decades, Panel("", "", {}), Panel("", "", {})], tmp_path)
     (kl, _), (half, _, wide) = (figure.axes for figure in drawn)
     assert (kl.get_xlabel(), kl.get_ylabel(), kl.get_title("left")) == ("hour", "nats", "KL")
     mean, point = kl.lines
@@ -72,6 +74,7 @@ def test_panels_of_the_picture(tmp_path, monkeypatch):
     drawn[1].draw_without_rendering()
     assert wide.get_position().width > 1.5 * half.get_position().width  # no empty quarter
     assert "0.005" in [text.get_text() for text in kl.get_yticklabels(which="both")]
+    assert not half.get_yticklabels(minor=True)  # they would overlap
 
 
 def test_the_table_and_the_picture(tmp_path, capsys, monkeypatch):
@@ -91,6 +94,34 @@ def test_the_table_and_the_picture(tmp_path, capsys, monkeypatch):
     assert ["b/run/run", "0", "0.25", "–", "–", "–", "–", "–"] in lines
     assert "sums/actor" in sum(lines, []) and "tokens" not in sum(lines, [])
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_sizes_of_rounding_and_updates(tmp_path, monkeypatch):
+    figure, drawn = pytest.importorskip("matplotlib.figure").Figure, []
+    monkeypatch.setattr(figure, "savefig", lambda self, *_, **__: drawn.append(self))
+    first = {f"{ROUNDING}/q_proj": 4e-5, f"{ROUNDING}/up_proj": 2e-5}
+    later = {**first, f"{UPDATE}/q_proj": 1e-6, f"{UPDATE}/up_proj": 3e-6}
+    measured = [{"step": 4, **first}, {"step": 20, **later}, {"step": 40, **later}]
+    int8 = write_run(tmp_path / "int8", measured)
+    bf16 = write_run(tmp_path / "bf16", [{"step": 4, "reward": 0.5}])
+
+    assert main(["report", bf16]) == main(["report", int8]) == main(["report", bf16, int8]) == 0
+    without, alone, beside = (figure.axes for figure in drawn)
+    assert len(without) == 3  # reward, KL, ratio
+    panel = alone[3]
+    assert panel.get_yscale() == "log"
+    assert [text.get_text() for text in panel.get_legend().texts] == ["q_proj", "up_proj"]
+    rounding, update, _, other_update = panel.lines
+    assert rounding.get_ydata().tolist() == [4e-5, 4e-5, 4e-5]
+    assert (update.get_xdata().tolist(), update.get_ydata().tolist()) == ([5, 10], [1e-6, 1e-6])
+    assert rounding.get_color() == update.get_color() != other_update.get_color()
+    assert (rounding.get_linestyle(), update.get_linestyle()) == ("-", "--")
+    # Beside another, a run has the mean of its kinds, in the color that it has in all panels.
+    rounding, update = beside[3].lines
+    assert rounding.get_ydata() == pytest.approx([3e-5] * 3)
+    assert update.get_ydata() == pytest.approx([2e-6] * 2)
+    assert rounding.get_color() == update.get_color() == COLORS[1]
+    assert beside[3].get_legend() is None
 
 
 def test_bad_input_is_an_error(tmp_path, capsys, monkeypatch):

@@ -45,6 +45,8 @@ class Panel(NamedTuple):
     lines: Mapping[str, Sequence[Points]]  # by label: a run, or several, whose mean is drawn
     logarithmic: bool = False
     x: str = "rollout"  # what the x axis counts
+    dashed: Mapping[str, Sequence[Points]] = {}  # in the colors of `lines`, which are solid then
+    has_legend: bool = False  # of its own, because its lines are not those of the first panel
 
 
 def points_of(run: Run, metric: str) -> Points:
@@ -92,23 +94,35 @@ def draw(panels: Sequence[Panel], path: Path) -> None:
 
 def _draw_panel(axes: Axes, panel: Panel) -> None:
     for number, (label, runs) in enumerate(panel.lines.items()):
-        lines = [smooth(points) for points in runs if points.values.size]
-        if not lines:  # the metric of another trainer
-            continue
-        rollouts = lines[0].rollouts
-        values = np.mean([np.interp(rollouts, *line) for line in lines], axis=0)  # (N,)
-        axes.plot(
-            rollouts,
-            values,
-            color=COLORS[number % len(COLORS)],
-            linestyle=DASHES[number % len(DASHES)],
-            marker="" if len(rollouts) > 1 else "o",  # a point makes no line
-            label=label,
-        )
+        color = COLORS[number % len(COLORS)]
+        linestyle = "-" if panel.dashed else DASHES[number % len(DASHES)]
+        _draw_line(axes, runs, color, linestyle, label)
+        _draw_line(axes, panel.dashed.get(label, ()), color, "--", "")
+    if panel.has_legend:
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, handlelength=1)
     axes.set_title(panel.title, loc="left", fontweight="bold")
     axes.set(xlabel=panel.x, ylabel=panel.unit)
     axes.grid(alpha=0.3)
     axes.locator_params(axis="x", integer=True)
     if panel.logarithmic:
         axes.set_yscale("log", subs=(2, 5))
+        low, high = axes.get_ylim()
+        if high > 1e5 * low:  # the labels in between would overlap
+            axes.minorticks_off()
     axes.yaxis.set(major_formatter="{x:g}", minor_formatter="{x:g}")
+
+
+def _draw_line(axes: Axes, runs: Sequence[Points], color: str, linestyle: str, label: str) -> None:
+    lines = [smooth(points) for points in runs if points.values.size]
+    if not lines:  # the metric of another trainer
+        return
+    rollouts = lines[0].rollouts
+    values = np.mean([np.interp(rollouts, *line) for line in lines], axis=0)  # (N,)
+    axes.plot(
+        rollouts,
+        values,
+        color=color,
+        linestyle=linestyle,
+        marker="" if len(rollouts) > 1 else "o",  # a point makes no line
+        label=label,
+    )

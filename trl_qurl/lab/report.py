@@ -10,11 +10,12 @@ import argparse
 import os
 import re
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trl_qurl.lab.comparison import new_table
-from trl_qurl.lab.curves import FINAL_ROLLOUTS, Panel, draw, final_value, points_of
+from trl_qurl.lab.curves import FINAL_ROLLOUTS, Panel, Points, draw, final_value, points_of
 from trl_qurl.lab.packages import require
 from trl_qurl.lab.runs import Run, read_run
 
@@ -56,7 +57,11 @@ def run(args: argparse.Namespace) -> int:
 
     runs = read_runs(args.runs)
     metrics = ("reward", *held_out_scores(runs), *MISMATCH)
-    draw([panel(metric, metric, "mean of five rollouts", runs) for metric in metrics], args.output)
+    panels = [panel(metric, metric, "mean of five rollouts", runs) for metric in metrics]
+    weights = weight_panel(runs)
+    if any(weights.lines.values()):
+        panels.append(weights)
+    draw(panels, args.output)
     Console().print(build_table((*metrics, *SECONDS), runs))
     print(f"Picture: {args.output}")
     return 0
@@ -93,6 +98,33 @@ def panel(metric: str, title: str, unit: str, runs: Runs) -> Panel:
     """Return what to draw of a metric."""
     lines = {label: [points_of(run, metric)] for label, run in runs.items()}
     return Panel(title, unit, lines, logarithmic=metric in MISMATCH)
+
+
+def weight_panel(runs: Runs) -> Panel:
+    """Return the sizes of rounding and of updates, as in the paper's Fig. 9.
+
+    A single run has lines for kinds of layer; of several runs, each has the mean of its kinds.
+    """
+    return Panel(
+        "Rounding (solid), updates (dashed)",
+        "‖change‖² / ‖weights‖²",
+        weight_lines("weights/rounding/", runs),
+        logarithmic=True,
+        dashed=weight_lines("weights/update/", runs),
+        has_legend=len(runs) == 1,
+    )
+
+
+def weight_lines(prefix: str, runs: Runs) -> dict[str, list[Points]]:
+    """Return the metrics whose names start so: of one run by kind of layer, of several by run."""
+    lines: dict[str, list[Points]] = {}
+    for label, run in runs.items():
+        logged = dict.fromkeys(chain(*run.rows))  # in the order of the layers
+        names = [name for name in logged if name.startswith(prefix)]
+        if len(runs) == 1:
+            return {name.removeprefix(prefix): [points_of(run, name)] for name in names}
+        lines[label] = [points_of(run, name) for name in names]
+    return lines
 
 
 def build_table(metrics: Sequence[str], runs: Runs) -> Table:
