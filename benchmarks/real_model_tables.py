@@ -27,6 +27,7 @@ from benchmarks.objectives.summary import (
 )
 from benchmarks.real_model import ARMS, RESULTS, UPDATES
 from trl_qurl.lab.curves import Panel, Points, draw
+from trl_qurl.lab.mismatch.table import HARMLESS
 from trl_qurl.lab.runs import Run
 
 CONTRASTS = [
@@ -47,7 +48,7 @@ SHOWN = {
     "bf16_again": "the same, other seeds",
     "int8_acr": "INT8, the default",
     "int8_plain_naive": "INT8, neither smoothed nor corrected",
-    "int8_plain_quantized_ratio": "INT8, not smoothed, quantized_ratio",
+    "int8_plain_quantized_ratio": "INT8, not smoothed, ratio to the actor",
 }
 MEASURES: dict[str, Any] = {
     "reward, first 20": lambda run: mean(row["reward"] for row in rollouts(run)[:20]),
@@ -158,8 +159,8 @@ def draw_arms(arms: Arms, path: Path, by_time: bool) -> None:
     rewards = {label: [curve(run, "reward") for run in runs] for label, runs in shown.items()}
     kl = {label: [curve(run, "mismatch/kl_k3") for run in runs] for label, runs in shown.items()}
     panels = [
-        Panel("Reward by rollout", "mean of five rollouts", rewards),
-        Panel("KL(engine ‖ policy)", "nats per token", kl, logarithmic=True),
+        Panel("Reward", "share of right answers", rewards),
+        Panel("KL(engine ‖ policy)", "nats per token", kl, logarithmic=True, limit=HARMLESS),
     ]
     if by_time:
         timed = {}

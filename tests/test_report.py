@@ -64,6 +64,8 @@ def test_panels_of_the_picture(tmp_path, monkeypatch):
     draw([decades, Panel("", "", {}), Panel("", "", {})], tmp_path)
     (kl, _), (half, _, wide) = (figure.axes for figure in drawn)
     assert (kl.get_xlabel(), kl.get_ylabel(), kl.get_title("left")) == ("hour", "nats", "KL")
+    [band] = kl.collections
+    assert (band.get_datalim(kl.transData).y0, band.get_datalim(kl.transData).y1) == (0.001, 3)
     mean, point = kl.lines
     assert mean.get_ydata().tolist() == [0.002, 2]
     assert (mean.get_marker(), point.get_marker()) == ("", "o")

@@ -7,6 +7,7 @@ whose final figures are printed in the form of the page's table.
 from pathlib import Path
 
 from trl_qurl.lab.curves import Panel, draw, final_value, points_of
+from trl_qurl.lab.report import LIMITS
 from trl_qurl.lab.runs import Run, read_run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,12 +28,10 @@ METRICS = {
     "clip_ratio/region_mean": ".2g",
 }
 LONG = {
-    "BF16": "bf16",
-    "INT3, naive": "int3_naive",
-    "INT3, decoupled": "int3_decoupled",
-    "INT3, tis": "int3_tis",
-    "INT3, acr": "int3_acr",
-    "INT3, acr, UAQ 1.5": "int3_acr_uaq",
+    "16 bits": "bf16",
+    "INT3, without a correction": "int3_naive",
+    "INT3, truncated importance sampling (TIS)": "int3_tis",
+    "INT3, adaptive clipping range (ACR)": "int3_acr",
 }
 
 
@@ -50,7 +49,8 @@ def draw_metrics() -> None:
         print(metric, *(format(final_value(each), printed) for each in points.values()), sep=" | ")
         lines = {label: [each] for label, each in points.items()}
         spread = metric.startswith(("mismatch/", "policy/"))  # over orders of magnitude
-        panels.append(Panel(metric, "mean of five rollouts", lines, logarithmic=spread))
+        limit = LIMITS.get(metric)
+        panels.append(Panel(metric, "mean of five rollouts", lines, spread, limit=limit))
     draw(panels, IMAGES / "metrics-healthy-and-sick.png")
 
 
@@ -62,7 +62,7 @@ def draw_long_runs() -> None:
         ]
         for label, name in LONG.items()
     }
-    panel = Panel("Accuracy of the policy on held-out sums", "mean of three seeds", lines)
+    panel = Panel("Accuracy on held-out sums: three seeds each", "share of right samples", lines)
     draw([panel], IMAGES / "objectives-long-accuracy.png")
 
 

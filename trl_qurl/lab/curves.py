@@ -42,11 +42,13 @@ class Panel(NamedTuple):
 
     title: str
     unit: str  # of the y axis
-    lines: Mapping[str, Sequence[Points]]  # by label: a run, or several, whose mean is drawn
+    # By label: a run, or several, whose mean is drawn, over a band from the lowest to the highest.
+    lines: Mapping[str, Sequence[Points]]
     logarithmic: bool = False
     x: str = "rollout"  # what the x axis counts
     dashed: Mapping[str, Sequence[Points]] = {}  # in the colors of `lines`, which are solid then
     has_legend: bool = False  # of its own, because its lines are not those of the first panel
+    limit: float | None = None  # a value to see the lines against
 
 
 def points_of(run: Run, metric: str) -> Points:
@@ -96,8 +98,12 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
     for number, (label, runs) in enumerate(panel.lines.items()):
         color = COLORS[number % len(COLORS)]
         linestyle = "-" if panel.dashed else DASHES[number % len(DASHES)]
+        if not panel.dashed:
+            _draw_band(axes, runs, color)
         _draw_line(axes, runs, color, linestyle, label)
         _draw_line(axes, panel.dashed.get(label, ()), color, "--", "")
+    if panel.limit is not None:
+        axes.axhline(panel.limit, color="#888888", linewidth=1, linestyle=(0, (1, 2)))
     if panel.has_legend:
         axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, handlelength=1)
     axes.set_title(panel.title, loc="left", fontweight="bold")
@@ -112,15 +118,29 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
     axes.yaxis.set(major_formatter="{x:g}", minor_formatter="{x:g}")
 
 
-def _draw_line(axes: Axes, runs: Sequence[Points], color: str, linestyle: str, label: str) -> None:
+def _on_one_axis(runs: Sequence[Points]) -> tuple[Values, Values]:
+    """Return the rollouts of the first run, (N,), and the smoothed values of all, (runs, N)."""
     lines = [smooth(points) for points in runs if points.values.size]
     if not lines:  # the metric of another trainer
-        return
+        return np.empty(0), np.empty((0, 0))
     rollouts = lines[0].rollouts
-    values = np.mean([np.interp(rollouts, *line) for line in lines], axis=0)  # (N,)
+    return rollouts, np.array([np.interp(rollouts, *line) for line in lines])
+
+
+def _draw_band(axes: Axes, runs: Sequence[Points], color: str) -> None:
+    rollouts, values = _on_one_axis(runs)
+    if len(values) > 1:
+        low, high = values.min(0), values.max(0)
+        axes.fill_between(rollouts, low, high, color=color, alpha=0.15, linewidth=0)
+
+
+def _draw_line(axes: Axes, runs: Sequence[Points], color: str, linestyle: str, label: str) -> None:
+    rollouts, values = _on_one_axis(runs)
+    if not values.size:
+        return
     axes.plot(
         rollouts,
-        values,
+        values.mean(0),
         color=color,
         linestyle=linestyle,
         marker="" if len(rollouts) > 1 else "o",  # a point makes no line

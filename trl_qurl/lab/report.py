@@ -29,6 +29,9 @@ HELD_OUT = re.compile("expected_accuracy|eval_(reward|.*_avg@1)")
 """Metrics that score held-out questions."""
 
 MISMATCH = ("mismatch/kl_k3", "mismatch/ratio_max")
+LIMITS = {"mismatch/kl_k3": 0.005, "mismatch/ratio_max": 2.0}
+"""What some metrics are seen against: a KL that did no harm, and the ratio's default cap."""
+
 SECONDS = ("time/generate_s", "time/sync_s", "step_time")
 
 
@@ -97,7 +100,7 @@ def held_out_scores(runs: Runs) -> list[str]:
 def panel(metric: str, title: str, unit: str, runs: Runs) -> Panel:
     """Return what to draw of a metric."""
     lines = {label: [points_of(run, metric)] for label, run in runs.items()}
-    return Panel(title, unit, lines, logarithmic=metric in MISMATCH)
+    return Panel(title, unit, lines, logarithmic=metric in MISMATCH, limit=LIMITS.get(metric))
 
 
 def weight_panel(runs: Runs) -> Panel:
