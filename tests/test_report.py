@@ -92,7 +92,8 @@ def test_the_table_and_the_picture(tmp_path, capsys, monkeypatch):
     assert main(["report", runs[0], f"{runs[1]}/run.jsonl", "-o", str(picture)]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     # Of the first run, only the last row is among the last 20 rollouts.
-    assert ["a/run", "0.6", "–", "4.5e-05", "2", "3", "0.5", "2"] in lines
+    # A step took 2 s, and a rollout has four.
+    assert ["a/run", "0.6", "–", "4.5e-05", "2", "3", "0.5", "8"] in lines
     assert ["b/run/run", "0", "0.25", "–", "–", "–", "–", "–"] in lines
     assert "sums/actor" in sum(lines, []) and "tokens" not in sum(lines, [])
     assert picture.read_bytes().startswith(b"\x89PNG")

@@ -133,13 +133,19 @@ def weight_lines(prefix: str, runs: Runs) -> dict[str, list[Points]]:
 def build_table(metrics: Sequence[str], runs: Runs) -> Table:
     """Build a table with one row per run."""
     caption = (
-        f"Means of the last {FINAL_ROLLOUTS} rollouts, in short runs of the last half. Seconds to "
-        "generate and to sync are per rollout, those of a step per update."
+        f"Means of the last {FINAL_ROLLOUTS} rollouts, in short runs of the last half. Seconds of "
+        "a rollout: to generate, to sync, and with all of its updates."
     )
     # Narrow columns leave room for the labels.
     headings = [re.sub("mismatch/|time/", "", metric).replace("_", "\n") for metric in metrics]
+    headings = [heading.replace("step\ntime", "whole\ns") for heading in headings]
     table = new_table("", caption, ["run"], headings)
     for label, run in runs.items():
-        values = [final_value(points_of(run, metric)) for metric in metrics]
-        table.add_row(label, *("–" if value is None else f"{value:.3g}" for value in values))
+        values = {metric: final_value(points_of(run, metric)) for metric in metrics}
+        step = values["step_time"]
+        if step is not None:
+            values["step_time"] = step * (run.settings.get("updates_per_rollout") or 1)
+        table.add_row(
+            label, *("–" if value is None else f"{value:.3g}" for value in values.values())
+        )
     return table
