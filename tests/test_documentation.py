@@ -29,7 +29,7 @@ DOCS = ROOT / "docs"
 SOURCES = sorted((ROOT / "trl_qurl").rglob("*.py"))
 FOLDERS = "trl_qurl|examples|benchmarks|tests|tools"
 TRAINERS = (QuRLGRPOTrainer, QuRLPPOTrainer, QuRLRLOOTrainer)
-NO_FILES = r"(first_run|utils|helpers)\.py|(settings|mismatch|other)\.yaml"
+NO_FILES = r"(first_run|my_rewards|utils|helpers)\.py|(settings|mismatch|other)\.yaml"
 """Files that the text makes up or forbids."""
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -118,7 +118,7 @@ def test_the_reward_of_the_readme_grades_texts_and_numbers():
     [block] = blocks(ROOT / "README.md", "python")
     names = {}
     exec(block.code, names)
-    texts = ["It is 12.", "It is 13.", "Paris"]
+    texts = ["12.", "It is 12.", "Paris"]
     completions = [[{"role": "assistant", "content": text}] for text in texts]
     assert names["right"](completions, [12, 12, "Paris"], question=texts) == [1.0, 0.0, 1.0]
 

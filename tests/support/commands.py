@@ -21,7 +21,19 @@ STAND_INS = {"grpo": "dapo.yaml", "ppo": "gsm8k_ppo.yaml", "rloo": "variants/tis
 """Recipes in place of the reader's own files, by command."""
 FILES_OF_READERS = ("settings.yaml", "mismatch.yaml")
 ON_CPU = ["--use_cpu", "--bf16", "false", "--report_to", "none"]
-THIRD_PARTY = {"cd", "conda", "echo", "export", "git", "hf", "jupyter", "ray", "source", "uv", "vllm"}
+THIRD_PARTY = {
+    "cd",
+    "conda",
+    "echo",
+    "export",
+    "git",
+    "hf",
+    "jupyter",
+    "ray",
+    "source",
+    "uv",
+    "vllm",
+}
 
 MAKEFILE = (ROOT / "Makefile").read_text()
 TARGETS = set(re.findall(r"^([a-z-]+):.*## ", MAKEFILE, re.MULTILINE))

@@ -84,5 +84,5 @@ def check_model(name_or_path: str) -> None:
     check_model_directory(
         name_or_path,
         f"merge it into its base first with {merge}.save_pretrained('merged'), or train with "
-        "--save_quantized",
+        "--save_quantized, the only way for an adapter of round_base=True",
     )

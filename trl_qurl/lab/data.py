@@ -120,11 +120,13 @@ def _load_rows(name: str, split: str, config: str | None) -> Iterable[Row]:
         from datasets import load_dataset
 
         return load_dataset(name, config, split=split)
-    if not path.is_file() or suffix not in SUFFIXES:
+    if not path.is_file():
         raise FileNotFoundError(
-            f"{name} is not a {', '.join(SUFFIXES)} file, or does not exist: give such a file, or "
-            f"a Hub name.{home_advice(path)}"
+            f"{name} does not exist: give a {', '.join(SUFFIXES)} file, or a Hub name."
+            f"{home_advice(path)}"
         )
+    if suffix not in SUFFIXES:
+        raise ValueError(f"{name} is not a {', '.join(SUFFIXES)} file: convert it to one.")
     try:
         if suffix == ".parquet":
             from pyarrow.parquet import read_table

@@ -131,10 +131,11 @@ def check_arguments(args: TrainingArguments, arguments: Mapping[str, Any]) -> No
     needed = args.generation_batch_size // args.num_generations
     if hasattr(train, "__len__") and len(train) < needed:  # TRL would end without a step
         raise ValueError(
-            f"train_dataset has {len(train)} prompts, but a rollout needs {needed} "
-            "(per_device_train_batch_size x processes x steps_per_generation / num_generations): "
-            "add prompts, or make rollouts smaller: lower steps_per_generation and "
-            "gradient_accumulation_steps, or per_device_train_batch_size."
+            f"train_dataset has {len(train)} prompts, but a rollout needs {needed}: "
+            f"per_device_train_batch_size={args.per_device_train_batch_size} x processes x "
+            f"steps_per_generation={args.steps_per_generation} / "
+            f"num_generations={args.num_generations}. Add prompts, or lower steps_per_generation "
+            "and gradient_accumulation_steps, or per_device_train_batch_size."
         )
     for setting in ("rollouts_ahead", "dynamic_sampling"):
         value = vars(args).get(setting)
