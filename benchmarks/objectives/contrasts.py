@@ -241,7 +241,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--runs", type=Path, default=RESULTS, help="directory that study.py wrote to"
     )
-    study = Study(parser.parse_args(argv).runs)
+    runs = parser.parse_args(argv).runs
+    if not (runs / "main").is_dir() or not (runs / "seeds").is_dir():
+        parser.error(f"{runs} lacks main/ or seeds/: compare single runs with `trl-qurl report`.")
+    study = Study(runs)
     table, everything = list(study.table().values()), list(study.everything())
     print(f"### The table of study.md: {len(table)} differences in accuracy\n\n{table_of(table)}")
     print(

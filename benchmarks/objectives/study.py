@@ -55,6 +55,10 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(
             f"unknown experiment {', '.join(unknown)}; choose from {', '.join(EXPERIMENTS)}"
         )
+    known = {arm.name for name in names for arm in EXPERIMENTS[name].arms}
+    for part in args.arms or ():
+        if not any(part in name for name in known):
+            parser.error(f"no arm has {part} in its name; there are {', '.join(sorted(known))}")
     missing = missing_runs(names, args.output, args.seeds, args.arms)
     print(f"{len(missing)} runs to make")
     if args.list:
