@@ -4,6 +4,7 @@ memory), and run on real questions.
 
 import itertools
 import json
+import logging
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -419,3 +420,14 @@ def test_values_that_yaml_converts_are_refused(text, named, tmp_path):
         parsed("grpo", "--config", path)
     path.write_text("mismatch_guard: off\n")
     assert parsed("grpo", "--config", path)[1].mismatch_guard == "off"
+
+
+@pytest.mark.parametrize(("max_steps", "warns"), [(-1, True), (5, False)])
+def test_a_whole_run_on_a_cpu_says_that_it_takes_weeks(max_steps, warns, monkeypatch, caplog):
+    monkeypatch.setattr(questions, "cpu_settings", lambda: {"use_cpu": True})
+    monkeypatch.setattr(logging.getLogger("trl_qurl"), "level", logging.INFO)  # restored
+    questions._set_up_logging(
+        SimpleNamespace(world_size=2, process_index=0, use_cpu=True, bf16=True, max_steps=max_steps)
+    )
+    assert "training on the CPU" in caplog.text
+    assert ("weeks" in caplog.text) == warns

@@ -108,11 +108,12 @@ def _set_up_logging(training_args: Any) -> None:
     )
     if training_args.use_cpu and cpu_settings():
         precision = "bfloat16 autocast" if training_args.bf16 else "float32"
-        logger.info(
-            "No accelerator found: training on the CPU, in %s (use_cpu, bf16). With half a billion "
-            "parameters, GSM8K takes days to weeks there; --max_steps ends sooner.",
-            precision,
-        )
+        logger.info("No accelerator found: training on the CPU, in %s (use_cpu, bf16).", precision)
+        if training_args.max_steps < 0:
+            logger.info(
+                "On two cores, GSM8K would take weeks with half a billion parameters: for a first "
+                "look, give --max_steps."
+            )
 
 
 def _without_rank(record: logging.LogRecord) -> bool:
