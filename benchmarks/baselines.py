@@ -225,6 +225,8 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.model is None and "model" in (arguments.parts or ()):
         parser.error("--parts model needs a model: add --model DIRECTORY")
+    if arguments.model and not (Path(arguments.model) / "config.json").is_file():
+        parser.error(f"{arguments.model} is not the directory of a model: it has no config.json.")
     parts = dict(PARTS) | (
         {"model": lambda directory: measure_model(directory, arguments.model)}
         if arguments.model

@@ -309,7 +309,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("directory", type=Path, help="of gpu_hour.py")
-    record = json.loads((parser.parse_args(argv).directory / "results.json").read_text())
+    results = parser.parse_args(argv).directory / "results.json"
+    if not results.is_file():
+        parser.error(
+            f"{results} does not exist: give the directory that gpu_hour.py wrote to (-o)."
+        )
+    record = json.loads(results.read_text())
     if record["rehearsal"]:
         parser.error("These are the results of a rehearsal: their figures mean nothing.")
     write_record(record, RESULTS / result_path("gpu_hour", record).name)

@@ -60,34 +60,41 @@ ROLLOUTS = 40
 UPDATES = 4  # per rollout, in every task
 
 
-def main() -> None:
-    """Make the runs that are missing."""
+def main(argv: list[str] | None = None) -> int:
+    """Make the runs that are missing, and return how many failed."""
+    sys.path.insert(0, str(ROOT))
+    from benchmarks.chat_tasks import TASKS
+
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", help="directory of the model")
     parser.add_argument(
-        "--task", default="arithmetic", help="a task of chat_tasks.py (default: arithmetic)"
+        "--task", default="arithmetic", choices=TASKS, help="a task (default: arithmetic)"
     )
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--rollouts", type=int, default=ROLLOUTS)
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--one", nargs=2, metavar=("ARM", "SEED"), help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
+    if not (Path(args.model) / "config.json").is_file():
+        parser.error(f"{args.model} is not the directory of a model: it has no config.json.")
     directory = args.output / args.task
     if args.one:
         train(args.model, args.task, args.one[0], int(args.one[1]), args.rollouts, directory)
-    else:
-        sys.path.insert(0, str(ROOT))
-        from benchmarks.provenance import require_exact_int8
+        return 0
+    from benchmarks.provenance import require_exact_int8
 
-        if any(ARMS[arm].get("rollout_quantization", "int8") == "int8" for arm in args.arms):
-            require_exact_int8()
-        for seed in args.seeds:
-            for arm in args.arms:
-                if not place(directory, arm, seed).exists():
-                    run_child(arm, seed)
+    if any(ARMS[arm].get("rollout_quantization", "int8") == "int8" for arm in args.arms):
+        require_exact_int8()
+    missing = [
+        (arm, seed)
+        for seed in args.seeds
+        for arm in args.arms
+        if not place(directory, arm, seed).exists()
+    ]
+    return sum(not run_child(arm, seed) for arm, seed in missing)
 
 
 def place(directory: Path, arm: str, seed: int) -> Path:
@@ -95,7 +102,7 @@ def place(directory: Path, arm: str, seed: int) -> Path:
     return directory / f"{arm}-seed{seed}.jsonl.gz"
 
 
-def run_child(arm: str, seed: int) -> None:
+def run_child(arm: str, seed: int) -> bool:
     """Run one arm in a separate process, which frees the engine;
     show its output only if it fails.
     """
@@ -108,6 +115,7 @@ def run_child(arm: str, seed: int) -> None:
     )
     if done.returncode:
         print(f"  FAILED with exit status {done.returncode}:\n{done.stderr[-2000:]}", flush=True)
+    return done.returncode == 0
 
 
 def train(model: str, task_name: str, arm: str, seed: int, rollouts: int, output: Path) -> None:
@@ -265,4 +273,4 @@ def accuracy(task: Any, texts: list[list[str]]) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -172,6 +172,8 @@ def main() -> None:
     )
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
+    if arguments.model and not (Path(arguments.model) / "config.json").is_file():
+        parser.error(f"{arguments.model} is not the directory of a model: it has no config.json.")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     load = Load(completions=arguments.completions, prompt=arguments.prompt)
     console = Console(width=None if sys.stdout.isatty() else 140)

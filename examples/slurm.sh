@@ -41,6 +41,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
 # One secret for both ends of this job: trl-qurl serve requires one.
 export VLLM_API_KEY=${VLLM_API_KEY:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}
 
+: "${SLURM_JOB_NODELIST:?is not set: submit this script to Slurm, as sbatch examples/slurm.sh}"
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 if ((${#nodes[@]} < 2)); then
     echo "This job has ${#nodes[@]} node, and needs one for the server and one or more for training: --nodes=2." >&2

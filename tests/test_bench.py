@@ -131,6 +131,7 @@ def test_the_engine_is_measured_alone_if_training_runs_out_of_memory(model, monk
     assert main(["bench", model, *SMALL, "--scheme", "int8,fp8", "--minutes", "0.0001"]) == 0
     printed = capsys.readouterr().out
     assert "Not enough memory for steps in turns" in printed
+    assert "INT8: that one took 2 s" in printed, "which says how long the others will take"
     assert "FP8 was not measured. no kernel" in printed
     record = json.loads(Path("bench.json").read_text())
     assert record["way"].startswith("the engine alone") and [*record["steps"]] == ["none", "int8"]

@@ -86,6 +86,8 @@ def test_a_benchmark_with_engines_fills_every_cell(command, cells, figure, tmp_p
     assert len(record) == cells
     for cell in record:
         assert cell[figure] > 0 and "failure" not in cell
+        if name == "weight_sync":
+            assert cell["step_sync_s"] > 0, "the step has a sync of its own"
         if name == "training_step":
             parts = [cell.get(f"{part}_s", 0.0) for part in ("sync", "generate", "logps", "update")]
             assert 0 < sum(parts) <= 1.05 * cell["step_s"], "the parts are no more than the step"

@@ -156,6 +156,12 @@ def test_results_fill_the_pages(report, tmp_path, monkeypatch):
         report.main([str(run)])
 
 
+def test_a_report_without_results_names_the_missing_file(report, tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        report.main([str(tmp_path)])
+    assert f"{tmp_path}/results.json does not exist" in capsys.readouterr().err
+
+
 def test_a_directory_with_other_files_is_refused(gpu_hour, tmp_path, capsys):
     (tmp_path / "thesis.tex").write_text("")
     with pytest.raises(SystemExit, match="2"):

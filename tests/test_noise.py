@@ -61,6 +61,16 @@ def test_a_vllm_that_trl_does_not_know_is_named_unless_it_was_tested():
         assert warned(text, category=UserWarning) == seen
 
 
+def test_a_tied_head_is_not_called_missing_and_other_tensors_are(monkeypatch):
+    logger = logging.getLogger("transformers.trainer")
+    monkeypatch.setattr(logger, "filters", [])
+    noise.quiet()
+    for names, seen in ((["lm_head.weight"], False), (["lm_head.weight", "model.norm"], True)):
+        text = f"There were missing keys in the checkpoint model loaded: {names}."
+        record = logger.makeRecord(logger.name, logging.WARNING, "file.py", 1, text, (), None)
+        assert bool(logger.filter(record)) == seen
+
+
 @pytest.mark.parametrize("action", ["error", "default"])
 def test_what_the_user_said_goes_first(action):
     warnings.filterwarnings(action, category=FutureWarning)

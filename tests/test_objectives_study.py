@@ -2,6 +2,7 @@
 
 import copy
 import math
+import shutil
 
 import pytest
 import torch
@@ -37,6 +38,15 @@ def test_activations_of_four_bits():
     codes = round_activations(WEIGHT, bits=4) / (WEIGHT.abs().amax(-1, keepdim=True) / 7)
     torch.testing.assert_close(codes.round(), codes, atol=1e-4, rtol=0)
     assert all(len(row.unique()) <= 15 for row in codes.round())
+
+
+def test_an_experiment_without_differences_has_a_table_of_its_arms(tmp_path, monkeypatch, capsys):
+    (tmp_path / "main").mkdir()
+    shutil.copy(study.RESULTS / "main" / "bf16-seed0.jsonl.gz", tmp_path / "main")
+    monkeypatch.setattr(summary, "CONTRASTS", {})
+    summary.main(["--runs", str(tmp_path)])
+    printed = capsys.readouterr().out
+    assert "| bf16 | 1 | 120 |" in printed and "difference" not in printed
 
 
 def test_no_study_of_int8_trains_where_its_sums_saturate(monkeypatch):

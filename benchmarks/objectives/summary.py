@@ -113,7 +113,7 @@ CONTRASTS: dict[str, list[tuple[str, str]]] = {
         *((f"{scheme}_lora_rounded", f"{scheme}_lora_adapter") for scheme in LORA_SCHEMES),
     ],
 }
-"""The pairs of arms to compare, by experiment."""
+"""The pairs of arms to compare, by experiment, for those that have any."""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -135,10 +135,12 @@ def main(argv: list[str] | None = None) -> None:
             arms = {**read_arms(args.runs / experiment.beside, others), **arms}
         pairs = {
             f"{arm} - {other}": difference(arms, arm, other)
-            for arm, other in CONTRASTS[name]
+            for arm, other in CONTRASTS.get(name, ())
             if arm in arms and other in arms
         }
-        print(f"\n### {name}: {experiment.question}\n\n{arm_table(rows)}\n\n{pair_table(pairs)}")
+        print(f"\n### {name}: {experiment.question}\n\n{arm_table(rows)}")
+        if pairs:
+            print(f"\n{pair_table(pairs)}")
         record[name] = {"question": experiment.question, "arms": rows, "differences": pairs}
     runs = [run for path in sorted(args.runs.glob("*/*.jsonl.gz")) for run in [read_run(path)]]
     record["runs"] = {

@@ -42,6 +42,11 @@ def quiet() -> None:
     cleanup = "Ignoring clean_up_tokenization_spaces=True"
     logger = logging.getLogger("transformers.tokenization_utils_tokenizers")
     logger.addFilter(lambda record: not record.getMessage().startswith(cleanup))
+    # A tied head has no tensor in a checkpoint. What a run resumes with is compared with the files
+    # (`trainers/resuming.py`).
+    tied = "There were missing keys in the checkpoint model loaded: ['lm_head.weight']."
+    logger = logging.getLogger("transformers.trainer")
+    logger.addFilter(lambda record: record.getMessage() != tied)
     harmless = {
         # vLLM inspects every name in torch, including this old one.
         r"`torch\.distributed\.reduce_op` is deprecated": FutureWarning,

@@ -61,7 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--minutes",
         type=float,
         default=10.0,
-        help="begin no steps after so many minutes, but take one in each format (default: 10)",
+        help="begin no steps after so many minutes, but take two in each format, of which only the "
+        "second counts (default: 10)",
     )
     parser.add_argument(
         "--weights", action="store_true", help="load the model's weights (default: random ones)"
@@ -78,7 +79,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const=0.0,
         metavar="GB",
-        help="only say what would be done here, or on a GPU of so many GB",
+        help="only say what would be done here, or on a GPU of so many GB with the formats of this "
+        "machine",
     )
     add_options(parser, Path("bench.json"))
 
@@ -193,6 +195,9 @@ def measure(result: Result, jobs: Mapping[str, Job], seconds: float, output: Pat
                         continue
                     if rounds > 0:
                         result.steps.setdefault(name, []).append(step)
+                    else:
+                        taken = step.get("step", step["rollout"])
+                        print(f"{label(name)}: that one took {taken:.0f} s", flush=True)
                 rounds += 1
                 write_json(result, output)
         finally:
