@@ -57,14 +57,15 @@ def allow_sleep() -> None:
     """Let engines sleep. At level 2, they lose what `load_model` has allocated, except for the
     model's buffers: vLLM's worker for GPUs saves these.
     """
-    import vllm.v1.worker.cpu.model_runner as module
     from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.worker.cpu.model_runner import CPUModelRunner
     from vllm.v1.worker.cpu_worker import CPUWorker
 
-    class Runner(module.CPUModelRunner):
-        def load_model(self, *args, **kwargs) -> None:
-            with OnDevice() as self.on_device:
-                super().load_model(*args, **kwargs)
+    load_model = CPUModelRunner.load_model
+
+    def recorded(runner: CPUModelRunner, *args, **kwargs) -> None:
+        with OnDevice() as runner.on_device:
+            load_model(runner, *args, **kwargs)
 
     def sleep(worker: CPUWorker, level: int = 1) -> None:
         runner = worker.model_runner
@@ -72,7 +73,7 @@ def allow_sleep() -> None:
         if level == 2:
             tensors.sleep(tensors.held_tensors(runner.model) | made)
 
-    module.CPUModelRunner = Runner
+    CPUModelRunner.load_model = recorded
     CPUWorker.sleep = sleep
     CpuPlatform.is_sleep_mode_available = lambda self: True
 
