@@ -26,16 +26,27 @@ def config(**settings: object) -> list[str]:
     return ["--config", json.dumps({"max_steps": 2, "steps_per_generation": 1} | settings)]
 
 
-def test_reloaded_weights_compute_what_fresh_ones_do_and_each_rollout_has_noise_of_its_own(
+STILL = {
+    "learning_rate": 0.0,
+    "shuffle_dataset": False,
+    "smooth_activations": False,
+    "seed": 1,
+    "repetition_penalty": 1.5,
+}
+SLEEPS = {"vllm_enable_sleep_mode": True}
+
+
+def test_an_engine_that_slept_computes_what_a_fresh_one_does_and_each_rollout_has_noise_of_its_own(
     tmp_path,
 ):
-    """V2 takes each request's seed from NumPy's generator, which reward functions may seed."""
-    still = config(learning_rate=0.0, shuffle_dataset=False, smooth_activations=False, seed=1)
+    """V2 allocates its samplers' state with the weights, which sleep discards. It takes each
+    request's seed from NumPy's generator, which reward functions may seed.
+    """
     trained, plain, reseeded = run_on_v2(
         "train.py",
-        *(tmp_path, *config(), "--export", tmp_path / "weights", "--and"),
-        *(tmp_path, *still, "--and"),
-        *(tmp_path, *still, "--reseed"),
+        *(tmp_path, *config(**SLEEPS), "--export", tmp_path / "weights", "--and"),
+        *(tmp_path, *config(**STILL), "--and"),
+        *(tmp_path, *config(**STILL, **SLEEPS), "--reseed"),
     )
     assert trained["runner"] == "V2"
     assert read_run(tmp_path).settings["model_runner"] == "V2"
@@ -45,4 +56,4 @@ def test_reloaded_weights_compute_what_fresh_ones_do_and_each_rollout_has_noise_
     assert all(row["mismatch/kl_k3"] < 1e-3 for row in rollout_rows(trained))
     rewards = [[row["reward"] for row in rollout_rows(record)] for record in (plain, reseeded)]
     assert len(set(rewards[0])) == 2, "each rollout has noise of its own"
-    assert rewards[0] == rewards[1], "a reward function has changed the noise of the next rollout"
+    assert rewards[0] == rewards[1], "a reward function or sleep has changed the next rollout"

@@ -76,6 +76,8 @@ def engine_logps(trainer):
     if generation.mode == "server":
         result = generation.vllm_client.get_sequence_logprobs([PROBE], [1], top_logprobs=1)
         return [logps[0] for logps in result["actual_logprobs"][0]]
+    if generation.enable_sleep_mode:
+        generation.llm.wake_up(tags=["kv_cache"])
     return answer(generation.llm)
 
 

@@ -28,11 +28,13 @@ in 16 bits.
 
 ALWAYS = {
     Case("A100", "int8"): {"qkv_proj": "CutlassInt8ScaledMMLinearKernel"},
+    Case("A100", "int8", runner="V1"): {"qkv_proj": "CutlassInt8ScaledMMLinearKernel"},
     # CUTLASS's is disabled by us
     Case("B200", "int8"): {"qkv_proj": "TritonInt8ScaledMMLinearKernel"},
     Case("H100", "fp8", sleeps=True, cache="fp8"): {"qkv_proj": "CutlassFP8ScaledMMLinearKernel"},
     Case("A100", "w4a16"): {"qkv_proj": "MarlinLinearKernel"},
     Case("H100", "w4a16"): {"qkv_proj": "MacheteLinearKernel"},
+    Case("H100", "w4a16", adapter=True): {"base_layer": "MacheteLinearKernel"},
     Case("B200", "mxfp8"): {"qkv_proj": "FlashInferCutedslMxfp8LinearKernel"},
     Case("A100", mixed("int8", "w8a16")): {
         "qkv_proj": "CutlassInt8ScaledMMLinearKernel",
@@ -59,6 +61,9 @@ WEIGHT_ONLY = [replace(case, is_refused=False) for case in MATRIX if not runs(ca
 
 CORNERS = [
     *WEIGHT_ONLY,
+    *(Case("B200", scheme.name, runner="V1") for scheme in FORMATS),
+    *(Case("B200", name, adapter=True) for name in ("int8", "fp8", "mxfp8")),
+    Case("A100", "w4a16", adapter=True),
     Case("B200", "mxfp8", has_flashinfer=False),
     Case("B200", "mxfp8", has_flashinfer=False, is_refused=False),
     Case("A100", "fp8", disabled="HummingFP8ScaledMMLinearKernel", is_refused=False),

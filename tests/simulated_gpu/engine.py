@@ -1,25 +1,31 @@
 """An engine on a simulated GPU: started, reloaded twice, and compared with a fresh one."""
 
+import importlib
 import os
 import tempfile
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 from tiny import MIXTURES, tiny_model, tiny_tokenizer
 
 from simulated_gpu import humming, tensors
 from simulated_gpu.platform import GPUS, installed
 from trl_qurl.quantization.checkpoint import CheckpointWriter
+from trl_qurl.quantization.checkpoint_form import plain_model
 from trl_qurl.quantization.plan import make_plan, read_formats, schemes_of
 from trl_qurl.quantization.scheme import QuantizationScheme
 from trl_qurl.quantization.stream import WeightStream, model_parameters
+from trl_qurl.rollout.adapter import adapter_tensors, write_adapter
 
 # a bias that has lost its loader is noticed by the first, what the first breaks by the second
 RELOADS = 2
+
+RUNNERS = {"V1": "vllm.v1.worker.gpu_model_runner", "V2": "vllm.v1.worker.gpu.model_runner"}
+"""Modules of vLLM's model runners."""
 
 SIZES = {
     "hidden_size": 512,
@@ -44,6 +50,8 @@ class Case:
     head: bool = False  # whether the output head is quantized
     experts: bool = False  # whether experts are
     rank: int | None = None  # of two in tensor parallelism; `None` without it
+    adapter: bool = False  # whether an adapter is sent alone
+    runner: str = "V2"  # vLLM's model runner; GPUs run V2
     sleeps: bool = False  # level 2, as TRL's
     cache: str = "auto"  # dtype of keys and values
     has_flashinfer: bool = True
@@ -102,6 +110,8 @@ def simulate(case: Case) -> Report:
             engine.load(model, f"v{version}")
         stage = "fresh start"
         fresh = Engine(case, models[-1])
+        if case.adapter:
+            fresh.load(models[-1], "fresh")
     except Exception as error:
         report.faults = {stage: f"{type(error).__name__}: {' '.join(str(error).split())}"}
     else:
@@ -114,6 +124,7 @@ def prepare_environment(case: Case) -> None:
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_DISABLE_SHARED_EXPERTS_STREAM": "1",  # a CUDA stream
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
     }
     os.environ.pop("VLLM_DISABLED_KERNELS", None)
     if case.has_flashinfer:
@@ -127,7 +138,13 @@ def build_policy(case: Case, seed: int) -> torch.nn.Module:
         for name in ("moe_intermediate_size", "shared_expert_intermediate_size")
         if name in sizes
     }
-    return tiny_model(case.family, torch.float32, seed, **sizes)
+    if not case.adapter:
+        return tiny_model(case.family, torch.float32, seed, **sizes)
+    base = tiny_model(case.family, torch.float32, **sizes)
+    torch.manual_seed(seed)
+    return get_peft_model(
+        base, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    )
 
 
 class Engine:
@@ -136,8 +153,6 @@ class Engine:
     def __init__(self, case: Case, policy: torch.nn.Module) -> None:
         from vllm.config import set_current_vllm_config
         from vllm.engine.arg_utils import EngineArgs
-        from vllm.model_executor.model_loader import get_model_loader
-        from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
         from trl_qurl.rollout.engine import worker
 
@@ -147,13 +162,14 @@ class Engine:
             self.ignore.append(r"re:.*\.experts\.")
         self.plan = make_plan(policy, case.scheme, self.ignore)
         with tempfile.TemporaryDirectory() as directory:
-            writer = CheckpointWriter(policy, tiny_tokenizer(), self.plan)
+            writer = CheckpointWriter(plain_model(policy), tiny_tokenizer(), self.plan)
             writer.write(self.tensors_of(policy), Path(directory))
             arguments = {
                 "dtype": "bfloat16",
                 "max_model_len": 128,
                 "kv_cache_dtype": case.cache,
                 "seed": 0,
+                "enable_lora": case.adapter,
             }
             config = EngineArgs(directory, enforce_eager=True, **arguments).create_engine_config()
             config.device_config.device, config.device_config.device_type = (
@@ -162,31 +178,22 @@ class Engine:
             )
             with set_current_vllm_config(config):
                 join_group(case.rank)
-                self.model = get_model_loader(config.load_config).load_model(
-                    config, config.model_config
-                )
-        model = self.model
+                module = importlib.import_module(RUNNERS[case.runner])
+                runner = module.GPUModelRunner(config, config.device_config.device)
+                runner.load_model()
         if not case.is_repaired:
             worker.repaired_reload = lambda _: nullcontext()
 
         class Worker(worker.RolloutWorker):
-            model_runner = SimpleNamespace(
-                get_model=lambda: model,
-                lora_config=None,
-                model_config=config.model_config,
-                vllm_config=config,
-            )
+            model_runner = runner
             vllm_config = config
-
-            def get_model(self):
-                return model
+            get_model = runner.get_model
 
             def reload_weights(self, **source):
-                for name in ("reset_lora_state", "reset_encoder_cache", "reset_mm_cache"):
-                    setattr(self.model_runner, name, lambda: None)
                 with set_current_vllm_config(config), torch.no_grad():
-                    GPUModelRunner.reload_weights(self.model_runner, **source)
+                    runner.reload_weights(**source)
 
+        self.model = runner.model
         self.worker = Worker()
 
     def tensors_of(self, policy: torch.nn.Module):
@@ -194,7 +201,20 @@ class Engine:
 
     def load(self, policy: torch.nn.Module, version: str) -> None:
         update = {"version": version, "digest": True}
+        if isinstance(policy, PeftModel):
+            self.load_adapter(policy, update)
+            return
         self.worker.load_rollout_weights(update, weights_iterator=self.tensors_of(policy))
+
+    def load_adapter(self, policy: PeftModel, update: dict[str, Any]) -> None:
+        from vllm.lora.request import LoRARequest
+
+        with tempfile.TemporaryDirectory() as directory:
+            path = Path(directory, "adapter")
+            write_adapter(policy, adapter_tensors(policy), path)
+            request = LoRARequest("policy", 1, str(path), load_inplace=True)
+            self.worker.model_runner.add_lora(request)
+            self.worker.accept_rollout_adapter(update, str(path))
 
     def held(self) -> dict[str, tensors.Held]:
         return tensors.held_tensors(self.model)

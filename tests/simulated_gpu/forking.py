@@ -6,6 +6,7 @@ would be imports.
 """
 
 import dataclasses
+import gc
 import json
 import os
 import subprocess
@@ -59,10 +60,12 @@ def run_on(gpu: str, cases: list[Case]) -> Iterator[str]:
     import vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors
     import vllm.model_executor.model_loader
     import vllm.model_executor.models.qwen2
-    import vllm.v1.worker.gpu_model_runner  # noqa: F401
+    import vllm.v1.worker.cpu.shm  # streams and pinned memory, as for vLLM's CPU build
+    import vllm.v1.worker.gpu.model_runner  # noqa: F401
 
     import trl_qurl.rollout.engine.worker  # noqa: F401
 
+    gc.freeze()  # or each case would look through all that was imported
     for case in cases:
         lines = list(fork(lambda case=case: [json.dumps(dataclasses.asdict(simulate(case)))]))
         report = (

@@ -95,6 +95,18 @@ def install(gpu: str) -> None:
             return 80 * 2**30
 
         @classmethod
+        def get_current_memory_usage(cls, device=None):
+            return 0
+
+        @classmethod
+        def is_pin_memory_available(cls):
+            return False
+
+        @classmethod
+        def get_punica_wrapper(cls):
+            return "vllm.lora.punica_wrapper.punica_cpu.PunicaWrapperCPU"  # no Triton
+
+        @classmethod
         def import_kernels(cls):
             pass
 

@@ -1,4 +1,5 @@
-"""vLLM's Model Runner V2 on a CPU: its Triton kernels run in Triton's interpreter.
+"""vLLM's Model Runner V2 on a CPU: its Triton kernels run in Triton's interpreter, and sleep loses
+what it does on a GPU.
 
 GPUs run V2 by default. vLLM's CPU build has it, too, but asks for a Triton with a CPU backend.
 Import this before vLLM, in a process of its own.
@@ -7,6 +8,10 @@ Import this before vLLM, in a process of its own.
 import importlib.metadata
 import os
 from types import SimpleNamespace
+
+import torch
+from simulated_gpu import tensors
+from torch.overrides import TorchFunctionMode
 
 os.environ |= {
     "VLLM_USE_V2_MODEL_RUNNER": "1",
@@ -32,3 +37,45 @@ def find_triton() -> None:
 
 
 find_triton()
+
+
+class OnDevice(TorchFunctionMode):
+    """Keeps what is allocated on the engine's device; V2 gives the host's as a string."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[torch.Tensor] = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if isinstance((kwargs or {}).get("device"), torch.device):
+            self.made.append(result)
+        return result
+
+
+def allow_sleep() -> None:
+    """Let engines sleep. At level 2, they lose what `load_model` has allocated, except for the
+    model's buffers: vLLM's worker for GPUs saves these.
+    """
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.worker.cpu.model_runner import CPUModelRunner
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    load_model = CPUModelRunner.load_model
+
+    def recorded(runner: CPUModelRunner, *args, **kwargs) -> None:
+        with OnDevice() as runner.on_device:
+            load_model(runner, *args, **kwargs)
+
+    def sleep(worker: CPUWorker, level: int = 1) -> None:
+        runner = worker.model_runner
+        made = {str(i): tensors.Held(made, False) for i, made in enumerate(runner.on_device.made)}
+        if level == 2:
+            tensors.sleep(tensors.held_tensors(runner.model) | made)
+
+    CPUModelRunner.load_model = recorded
+    CPUWorker.sleep = sleep
+    CpuPlatform.is_sleep_mode_available = lambda self: True
+
+
+allow_sleep()
