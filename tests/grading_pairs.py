@@ -34,7 +34,12 @@ PAIRS = [
     ("40*30 = <<40*30=1200>>1,200\n#### 1,200", "1200", "right", "a solution of GSM8K"),
     ("#### 72 clips", "27", "wrong", "another number"),
     # Units
-    ("12", "12 legs", "right", "units are ignored, because the same unit has many spellings"),
+    (
+        "12",
+        "12 legs",
+        "right",
+        "units are ignored, even wrong ones, because the same unit has many spellings",
+    ),
     ("12 legs", "12", "right", "units are ignored"),
     ("12 legs", "12 dollars", "right", "units are ignored, even another one"),
     ("5 m", "500 cm", "wrong", "units are not converted"),

@@ -156,7 +156,7 @@ def test_settings_are_named_with_the_way_out(arguments, train):
 def test_questions_that_do_not_fill_a_rollout(train, tmp_path):
     (tmp_path / "few.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n' * 31)
     message = train("--dataset", tmp_path / "few.jsonl")
-    assert re.search("31 prompts.* needs 32 .per_device_train_batch_size", message)
+    assert re.search("31 prompts.* needs 32: per_device_train_batch_size=16", message)
 
 
 def test_tokenizer_without_a_chat_template(train, tmp_path):
