@@ -10,6 +10,7 @@ report`'s.
 import argparse
 import multiprocessing
 import os
+import socket
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +28,6 @@ PRELOADED = [
     "trl_qurl.lab.demo.record",
     __name__,
 ]
-FIRST_PORT = 29610
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -156,7 +156,9 @@ def child(
     """One run in a separate process, on one core; its output is kept only if it fails."""
     os.sched_setaffinity(0, {core})
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = str(core)
-    os.environ["MASTER_PORT"] = str(FIRST_PORT + core)
+    with socket.socket() as listener:  # two studies may run at once
+        listener.bind(("127.0.0.1", 0))
+        os.environ["MASTER_PORT"] = str(listener.getsockname()[1])
     log = place.with_suffix(".log")
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "w") as file:
