@@ -24,6 +24,12 @@ Values = NDArray[np.float64]
 FINAL_ROLLOUTS = 20
 """Number of rollouts to average for a final value, because single rollouts are noisy."""
 
+STACKED = 2
+"""Panels that a picture has in one column, at most."""
+
+WIDTHS = (5.5, 8.0)
+"""Inches of pictures with one and two columns."""
+
 # Okabe and Ito's colors, except for yellow: it is too light for a line. Dashes are for print and
 # color-blind readers.
 COLORS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -76,16 +82,20 @@ def smooth(points: Points) -> Points:
 
 
 def draw(panels: Sequence[Panel], path: Path) -> None:
-    """Draw panels in two columns, in the format of the path's suffix.
+    """Draw panels in the format of the path's suffix.
 
-    If their number is odd, the last is as wide as two.
+    Up to two are stacked, so that a phone shows them in a readable size. More come in two columns,
+    where an odd last one is as wide as two.
     """
     from matplotlib.figure import Figure
 
+    columns = 1 if len(panels) <= STACKED else 2
     last = len(panels) - 1
-    places = [[left, min(left + 1, last)] for left in range(0, len(panels), 2)]
-    height = 3 * len(places) + 0.25 * len(panels[0].lines)
-    figure = Figure(figsize=(8, height), layout="constrained")
+    places = []
+    for left in range(0, len(panels), columns):
+        places.append([min(left + column, last) for column in range(columns)])
+    height = 2.6 * len(places) + 0.25 * len(panels[0].lines)
+    figure = Figure(figsize=(WIDTHS[columns - 1], height), layout="constrained")
     axes: dict[int, Axes] = figure.subplot_mosaic(places)
     for place, panel in enumerate(panels):
         _draw_panel(axes[place], panel)

@@ -61,7 +61,7 @@ def draw_outcome(run: Run, path: Path) -> None:
     runs = {f"{name_of(run)}, this run": run}
     if run.settings["algorithm"] == "GRPO":
         stored = read_run(STORED)
-        made = "{date}, commit {commit}, {hardware}".format_map(stored.settings)
+        made = "{date}, commit {commit}".format_map(stored.settings)
         runs = {f"16 bits, a stored run ({made})": stored, **runs}
     accuracy = panel(ACCURACY, "Accuracy on held-out sums", "share of right samples", runs)
     draw([accuracy, panel(KL, "KL(actor ‖ policy)", "nats per token", runs)], path)
