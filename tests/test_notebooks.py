@@ -135,7 +135,7 @@ def test_the_grpo_notebook(start, warm_python, monkeypatch):
     for policy in ("start", "after INT8 rollouts", "after 16-bit rollouts"):
         assert f"<td>{policy}</td>" in accuracies
     serving = shown(notebook, "--max-model-len {")
-    assert "api_server --model run/int8/int8 --max-model-len" in serving  # on a CPU
+    assert "--model run/int8/int8 --max-model-len" in serving  # on a CPU
 
 
 @pytest.mark.slow  # test_ppo_training.py covers its trainer, and the test above how cells are run
