@@ -154,7 +154,7 @@ def test_the_picture_has_the_stored_run(monkeypatch):
     stored = read_run(outcome.STORED)
     assert len(stored.rows) == 120 and stored.settings["rollout_quantization"] is None
     label, ours = accuracy.lines
-    for made in ("stored", stored.settings["date"], stored.settings["hardware"]):
+    for made in ("stored", stored.settings["date"], stored.settings["commit"]):
         assert made in label
     assert stored.settings["commit"] in label
     assert ours.startswith("INT8") and [*alone.lines] == [ours]
