@@ -251,8 +251,11 @@ def main(argv: list[str] | None = None) -> None:
         f"\n### All {len(everything)} differences; shown are those with p < "
         f"{LEVEL}\n\n{table_of(everything, LEVEL)}"
     )
-    seeds = [study.accuracy("seeds", *pair) for pair in CONTRASTS["seeds"]]
-    print(f"\n### Ten independent seeds: {len(seeds)} differences in accuracy\n\n{table_of(seeds)}")
+    titles = {"seeds": "Ten independent seeds", "one_update": "One update per rollout"}
+    for experiment, title in titles.items():
+        found = [study.accuracy(experiment, *pair) for pair in CONTRASTS[experiment]]
+        found = [each for each in found if each.samples[0]]
+        print(f"\n### {title}: {len(found)} differences in accuracy\n\n{table_of(found)}")
     print(f"\n### INT8 rollouts against BF16 rollouts\n\n{table_of(study.with_int8())}")
     apart = [f"{name} {correlation(study.arms(name)['bf16']):+.3f}" for name in ("main", "seeds")]
     print(f"\n### Correlation of the rewards of two seeds, BF16\n\n{', '.join(apart)}")

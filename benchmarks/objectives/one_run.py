@@ -72,8 +72,10 @@ def train_arm(
     from trl_qurl.lab.demo.record import RolloutRecorder
     from trl_qurl.lab.demo.task import build_tokenizer, encode_problems, sample_problems
     from trl_qurl.lab.runs import read_run
+    from trl_qurl.quantization import SCHEMES
     from trl_qurl.quantization.formats import get_scheme
 
+    is_checked = arm.scheme in SCHEMES  # before the coarse ones are added
     add_coarse_schemes()
     held_out = encode_problems(sample_problems(512, seed=0, held_out=True), build_tokenizer())
     batches = arm.changed.get("steps_per_generation", UPDATES_PER_ROLLOUT)
@@ -90,9 +92,8 @@ def train_arm(
                 "logging_steps": updates,
                 "mismatch_guard": "off",
                 "smooth_activations": False,
-                # The first sync is checked, but not where the probe cannot compute what the engine
-                # does.
-                "sync_check_interval": 10**6 if arm.is_repeatable else 0,
+                # The limits of the guard are for the formats of the package.
+                "sync_check_interval": 10**6 if is_checked else 0,
                 **arm.changed,
             },
         )

@@ -98,6 +98,10 @@ CONTRASTS: dict[str, list[tuple[str, str]]] = {
         *((f"int3_{name}", "int3_naive") for name in ("quantized_ratio", "tis", "acr")),
         ("int3_acr", "int3_tis"),
     ],
+    "one_update": [
+        *((arm, "bf16") for arm in ("bf16_again", "int8_default", "int3_naive", "int3_tis")),
+        ("int3_tis", "int3_naive"),
+    ],
     "rloo": [
         *((f"{scheme}_{name}", "bf16") for scheme in ("int8", "int3") for name in ("naive", "tis")),
         *((f"{scheme}_tis", f"{scheme}_naive") for scheme in ("int8", "int3")),
