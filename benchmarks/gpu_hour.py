@@ -106,9 +106,8 @@ def make_plan(rehearse: bool) -> list[Part]:
         return Part(name, script("training_step", size, *arguments), minutes, priority, memory_gb)
 
     # vLLM's CPU build cannot load the weights that TRL sends.
-    has_trl = torch.cuda.is_available() or not rehearse
-    ways = [TRL, "int8", "bf16", "fp8"] if has_trl else ["int8", "bf16", "fp8"]
-    first, others = ways[: ways.index("bf16")], ["bf16", "fp8"]
+    first = [TRL, "int8"] if torch.cuda.is_available() or not rehearse else ["int8"]
+    others = ["bf16", "fp8"]
     sync = ["--ways", "bf16-stream", "int8-stream", "fp8-stream", "int8-checkpoint", *measured]
     reload = [f"{ROOT}/benchmarks/gpu_reload.py", "--output", f"{FOLDER}/record.json"]
     demo = ["-m", "trl_qurl", "demo", "--output-dir", FOLDER]
@@ -119,7 +118,7 @@ def make_plan(rehearse: bool) -> list[Part]:
         Part("reload", reload, 3.5, 1),
         bench("7B", 2),
         *(steps("0.5B", way, 1.25, 3) for way in first),
-        *(steps("7B", way, 2.5, 4) for way in ways),
+        *(steps("7B", way, 2.5, 4) for way in (*first, *others)),
         *(steps("0.5B", way, 1.25, 5) for way in others),
         bench("0.5B", 6),
         Part("sync-0.5B", script("weight_sync", "0.5B", *sync), 4, 7),

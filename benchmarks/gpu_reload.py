@@ -51,7 +51,7 @@ def kernel_errors() -> dict[str, float]:
 
 
 def trials_of(form: str) -> list[dict[str, Any]]:
-    """What `trl-qurl doctor` says about its trials of a format."""
+    """Return the lines of `trl-qurl doctor` about its trials of a format."""
     command = [sys.executable, "-m", "trl_qurl", "doctor", "--scheme", form, "--json"]
     report = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False).stdout
     lines = json.loads(report)["lines"]

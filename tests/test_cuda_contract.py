@@ -71,6 +71,7 @@ def test_a_name_that_is_gone_or_defined_otherwise_fails(compare):
     assert "Worker.get_model is gone (RolloutWorker repairs the model it returns)" in printed
 
 
+@pytest.mark.slow  # weekly, as above
 def test_another_release_is_compared_with_its_own_build_for_cpus(
     compare, tmp_path, monkeypatch, capfd
 ):

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -243,6 +244,15 @@ def test_a_trials_other_way_reaches_its_engine(monkeypatch):
     for retry in command.RETRIES:
         config = trial.build_trainer("int8", object(), retry.engine)
         assert config.vllm_engine_kwargs.items() >= retry.engine.items()
+    build = MagicMock()
+    build.return_value.vllm_generation.llm.apply_model.return_value = [["kernel"]]
+    build.return_value.vllm_generation.llm.collective_rpc.return_value = [{"runner": "V1"}]
+    monkeypatch.setattr(trial, "build_trainer", build)
+    monkeypatch.setattr(trial, "train", lambda trainer: 0.0)
+    monkeypatch.setattr(trial, "continue_greedily", lambda llm: [])
+    trial.check("int8", "train-int8", command.EAGER)
+    trained, new = build.call_args_list
+    assert trained.kwargs["engine"] == new.args[2] == command.EAGER
 
 
 def test_a_format_that_does_not_exist(capsys):

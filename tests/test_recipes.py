@@ -383,11 +383,16 @@ def test_a_fault_in_a_reward_function_has_a_place():
 
 
 @pytest.mark.parametrize(("steps", "is_long"), [(20, False), (2000, True), (-1, True)])
-def test_days_on_a_cpu_are_foretold(steps, is_long, caplog):
-    argv = ["--max_steps", steps, "--max_completion_length", 512, "--use_cpu"]
-    _, training_args, _ = parsed("grpo", *argv)
-    questions.warn_if_slow(135_000_000, 7473, training_args)
-    assert ("days" in caplog.text) == is_long
+def test_a_long_run_on_a_cpu_is_announced(steps, is_long, model, tmp_path, monkeypatch, caplog):
+    built = MagicMock()
+    # 135 million parameters
+    built.return_value.model.parameters.return_value = [SimpleNamespace(numel=lambda: 135_000_000)]
+    monkeypatch.setattr(trl_qurl, "QuRLGRPOTrainer", built)
+    monkeypatch.setattr(questions, "learn", lambda *arguments: None)
+    (tmp_path / "q.jsonl").write_text(2000 * '{"question": "1 + 1?", "answer": "2"}\n')
+    argv = ["--model", model, "--dataset", tmp_path / "q.jsonl", "--output_dir", tmp_path]
+    questions.train("grpo", *parsed("grpo", *argv, "--max_steps", steps))
+    assert ("would take about" in caplog.text) == is_long
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ CONTRASTS: dict[str, list[tuple[str, str]]] = {
         *((f"{scheme}_lora_rounded", f"{scheme}_lora_adapter") for scheme in LORA_SCHEMES),
     ],
 }
-"""The pairs of arms to compare, by experiment, for those that have any."""
+"""The pairs of arms to compare, by experiment; some experiments compare nothing."""
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -52,8 +52,8 @@ class Panel(NamedTuple):
     lines: Mapping[str, Sequence[Points]]
     logarithmic: bool = False
     x: str = "rollout"  # what the x axis counts
-    dashed: Mapping[str, Sequence[Points]] = {}  # in the colors of `lines`, which are solid then
-    has_legend: bool = False  # of its own, because its lines are not those of the first panel
+    dashed: Mapping[str, Sequence[Points]] = {}  # in the colors of `lines`; those become solid
+    has_legend: bool = False  # next to it, because its lines differ from the first panel's
     limit: float | None = None  # a value to see the lines against
 
 

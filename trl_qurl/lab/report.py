@@ -32,7 +32,8 @@ MISMATCH = ("mismatch/kl_k3", "mismatch/ratio_max")
 LIMITS = {"mismatch/kl_k3": 0.005, "mismatch/ratio_max": 2.0}
 """What some metrics are seen against: a KL that did no harm, and the ratio's default cap."""
 
-SECONDS = ("time/generate_s", "time/sync_s", "step_time")
+STEP = "step_time"
+SECONDS = ("time/generate_s", "time/sync_s", STEP)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -119,7 +120,7 @@ def weight_panel(runs: Runs) -> Panel:
 
 
 def weight_lines(prefix: str, runs: Runs) -> dict[str, list[Points]]:
-    """Return the metrics whose names start so: of one run by kind of layer, of several by run."""
+    """Return the metrics with this prefix: by kind of layer for one run, by run for several."""
     lines: dict[str, list[Points]] = {}
     for label, run in runs.items():
         logged = dict.fromkeys(chain(*run.rows))  # in the order of the layers
@@ -136,16 +137,23 @@ def build_table(metrics: Sequence[str], runs: Runs) -> Table:
         f"Means of the last {FINAL_ROLLOUTS} rollouts, in short runs of the last half. Seconds of "
         "a rollout: to generate, to sync, and with all of its updates."
     )
-    # Narrow columns leave room for the labels.
-    headings = [re.sub("mismatch/|time/", "", metric).replace("_", "\n") for metric in metrics]
-    headings = [heading.replace("step\ntime", "whole\ns") for heading in headings]
-    table = new_table("", caption, ["run"], headings)
+    table = new_table("", caption, ["run"], [heading(metric) for metric in metrics])
     for label, run in runs.items():
-        values = {metric: final_value(points_of(run, metric)) for metric in metrics}
-        step = values["step_time"]
-        if step is not None:
-            values["step_time"] = step * (run.settings.get("updates_per_rollout") or 1)
-        table.add_row(
-            label, *("–" if value is None else f"{value:.3g}" for value in values.values())
-        )
+        values = [value_in_table(run, metric) for metric in metrics]
+        table.add_row(label, *("–" if value is None else f"{value:.3g}" for value in values))
     return table
+
+
+def heading(metric: str) -> str:
+    """Return the heading of a narrow column, which leaves room for the labels."""
+    if metric == STEP:
+        return "whole\ns"
+    return re.sub("mismatch/|time/", "", metric).replace("_", "\n")
+
+
+def value_in_table(run: Run, metric: str) -> float | None:
+    """Return a metric's final value, with the seconds of a step converted to a rollout's."""
+    value = final_value(points_of(run, metric))
+    if metric == STEP and value is not None:
+        value *= run.settings.get("updates_per_rollout") or 1
+    return value

@@ -192,7 +192,7 @@ def choose_route(
     if requested == "stream" and obstacle:
         raise ValueError(
             f"weight_sync='stream' is not possible: {obstacle}. Start the server with `trl-qurl "
-            "serve` on a GPU of its own, or set weight_sync='checkpoint' (or 'auto')."
+            "serve` on a separate GPU, or set weight_sync='checkpoint' (or 'auto')."
         )
     if requested != "auto":
         return requested, f"weight_sync={requested!r} requests it"

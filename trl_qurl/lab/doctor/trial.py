@@ -34,7 +34,7 @@ Continuation = list[dict[int, float]]
 
 
 def check(form: str, name: str, engine: Mapping[str, Any] = MappingProxyType({})) -> list[Line]:
-    """Train, load the last weights, and compare answers; `engine` has further arguments of vLLM.
+    """Train, load the last weights, and compare answers; `engine` adds arguments for vLLM.
 
     For the trial `"sleep"`, the engine sleeps between rollouts.
     """

@@ -89,7 +89,7 @@ CONFIGURATIONS = (
     "trl_qurl.config.rloo",
     __name__,
 )
-"""Modules whose annotated names are settings."""
+"""Modules with the fields that are settings."""
 
 ELSEWHERE = {"scheme": "rollout_quantization", "ignore": "quantization_ignore"}
 """What other commands call some options."""
@@ -196,7 +196,7 @@ def parse(command: str, argv: Sequence[str]) -> tuple[ScriptArguments, Any, Mode
 
 
 def check_names(settings: Iterable[str], argv: Sequence[str]) -> None:
-    """Raise `ValueError` for names that are no field of the configurations' sources."""
+    """Raise `ValueError` for names that are not fields in the sources of the configurations."""
     fields = {"model", "config", "help", "help_all"}
     for module in CONFIGURATIONS:
         for node in ast.walk(tree(module)):
@@ -217,7 +217,7 @@ def plain_name(word: str) -> str:
 
 
 def unknown_names(unknown: Sequence[str], names: Iterable[str]) -> ValueError:
-    """Return the error of options and settings that do not exist, with those that are similar."""
+    """Return the error for options and settings that do not exist; it suggests similar names."""
     words = [plain_name(word) for word in unknown]
     guess = did_you_mean([ELSEWHERE.get(word, word) for word in words], ["model", *names])
     return ValueError(f"Unknown option or setting {' '.join(unknown)}{guess}")
