@@ -9,8 +9,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from benchmarks.objectives import contrasts, study, summary
+from benchmarks.objectives.arms import EXPERIMENTS
 from benchmarks.objectives.coarse import CODE_BITS, add_coarse_schemes, round_activations
-from benchmarks.objectives.one_run import LORA
+from benchmarks.objectives.one_run import LORA, updates_of
 from benchmarks.objectives.recorder import BothPolicies
 from trl_qurl.lab.demo import evaluate, task, warm_start
 from trl_qurl.quantization.formats import SCHEMES, get_scheme
@@ -47,6 +48,20 @@ def test_an_experiment_without_differences_has_a_table_of_its_arms(tmp_path, mon
     summary.main(["--runs", str(tmp_path)])
     printed = capsys.readouterr().out
     assert "| bf16 | 1 | 120 |" in printed and "difference" not in printed
+
+
+def test_updates_per_rollout():
+    found = {name: {updates_of(arm) for arm in EXPERIMENTS[name].arms} for name in EXPERIMENTS}
+    assert found["seeds"] == {4} and found["one_update"] == {1} and found["updates"] == {16}
+
+
+def test_what_cannot_be_studied_or_compared_is_named(tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        study.main(["seeds", "--arms", "int3_tsi", "--list"])
+    assert "int3_tsi" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        contrasts.main(["--runs", str(tmp_path)])
+    assert "trl-qurl report" in capsys.readouterr().err
 
 
 def test_no_study_of_int8_trains_where_its_sums_saturate(monkeypatch):

@@ -59,14 +59,18 @@ def test_panels_of_the_picture(tmp_path, monkeypatch):
         "none": [points([], [])],
         "one": [points([9], [0.5])],
     }
-    draw([Panel("KL", "nats", runs, logarithmic=True, x="hour"), Panel("", "", {})], tmp_path)
+    first = Panel("KL", "nats", runs, logarithmic=True, x="hour", limit=0.005)
+    draw([first, Panel("", "", {})], tmp_path)
     decades = Panel("", "", {"": [points([1, 9], [1e-6, 1])]}, logarithmic=True)
     draw([decades, Panel("", "", {}), Panel("", "", {})], tmp_path)
-    (kl, _), (half, _, wide) = (figure.axes for figure in drawn)
+    (kl, below), (half, _, wide) = (figure.axes for figure in drawn)
     assert (kl.get_xlabel(), kl.get_ylabel(), kl.get_title("left")) == ("hour", "nats", "KL")
     [band] = kl.collections
     assert (band.get_datalim(kl.transData).y0, band.get_datalim(kl.transData).y1) == (0.001, 3)
-    mean, point = kl.lines
+    mean, point, limit = kl.lines
+    assert set(limit.get_ydata()) == {0.005}
+    drawn[0].draw_without_rendering()
+    assert kl.get_position().y0 > below.get_position().y1, "two panels are stacked"
     assert mean.get_ydata().tolist() == [0.002, 2]
     assert (mean.get_marker(), point.get_marker()) == ("", "o")
     assert mean.get_color() != point.get_color()
@@ -125,6 +129,7 @@ def test_sizes_of_rounding_and_updates(tmp_path, monkeypatch):
     assert update.get_ydata() == pytest.approx([2e-6] * 2)
     assert rounding.get_color() == update.get_color() == COLORS[1]
     assert beside[3].get_legend() is None
+    assert not beside[3].collections, "a band of a run's kinds would say nothing about seeds"
 
 
 def test_bad_input_is_an_error(tmp_path, capsys, monkeypatch):

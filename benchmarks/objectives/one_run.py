@@ -60,6 +60,14 @@ DIGITS = 5
 LORA = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 
 
+def updates_of(arm: Arm) -> int:
+    """Return the number of optimizer updates per rollout."""
+    from trl_qurl.lab.demo.algorithms import UPDATES_PER_ROLLOUT
+
+    batches = arm.changed.get("steps_per_generation", UPDATES_PER_ROLLOUT)
+    return batches // arm.changed.get("gradient_accumulation_steps", 1)
+
+
 def train_arm(
     arm: Arm, seed: int, policy_dir: Path, provenance: dict[str, Any], place: Path
 ) -> None:
@@ -68,7 +76,7 @@ def train_arm(
 
     from benchmarks.objectives.coarse import add_coarse_schemes, coarsen_activations
     from benchmarks.objectives.recorder import BothPolicies
-    from trl_qurl.lab.demo.algorithms import UPDATES_PER_ROLLOUT, build_config, build_trainer
+    from trl_qurl.lab.demo.algorithms import build_config, build_trainer
     from trl_qurl.lab.demo.record import RolloutRecorder
     from trl_qurl.lab.demo.task import build_tokenizer, encode_problems, sample_problems
     from trl_qurl.lab.runs import read_run
@@ -78,8 +86,7 @@ def train_arm(
     is_checked = arm.scheme in SCHEMES  # before the coarse ones are added
     add_coarse_schemes()
     held_out = encode_problems(sample_problems(512, seed=0, held_out=True), build_tokenizer())
-    batches = arm.changed.get("steps_per_generation", UPDATES_PER_ROLLOUT)
-    updates = batches // arm.changed.get("gradient_accumulation_steps", 1)
+    updates = updates_of(arm)
     with tempfile.TemporaryDirectory() as output_dir:
         config = build_config(
             arm.algorithm,
