@@ -33,6 +33,9 @@ class Arm:
         algorithm: of the demonstration.
         is_delayed: whether the weights of one rollout before sample each, as with
             `rollouts_ahead=1`.
+        is_updated_in_flight: whether a rollout that is one ahead gets the weights of every update
+            that is made while it is sampled.
+        listed: tokens per position that score centering reads; 0 for no centering.
         seed_offset: is added to the seed: other problems and other noise than the arms it is
             compared with.
     """
@@ -46,6 +49,8 @@ class Arm:
     lora: bool = False
     algorithm: str = "grpo"
     is_delayed: bool = False
+    is_updated_in_flight: bool = False
+    listed: int = 0
     seed_offset: int = 0
 
     @property
@@ -316,6 +321,43 @@ def _one_update(name: str, rate: float) -> Experiment:
     return Experiment(name, question, tuple(arms))
 
 
+def _centering() -> Experiment:
+    """At one update, on two formats; and with so few tokens that half of them are not listed."""
+    common: dict[str, Any] = {"seeds": tuple(range(10))}
+    arms = []
+    for scheme in ("int3", "int4"):
+        for objective in ("naive", "tis"):
+            changed = {"learning_rate": 1e-4, **ONCE, "objective": objective}
+            if scheme == "int4":  # those of INT3 are in `one_update`
+                arms.append(Arm(f"int4_{objective}", "int4", changed, **common))
+            name = "centered" if objective == "naive" else "tis_centered"
+            arms.append(Arm(f"{scheme}_{name}", scheme, changed, listed=20, **common))
+    few = {"learning_rate": 1e-4, **ONCE, "objective": "naive"}
+    arms.append(Arm("int3_centered_3", "int3", few, listed=3, seeds=SEEDS))
+    question = "Does score centering train better than truncated importance sampling?"
+    return Experiment("centering", question, tuple(arms), beside="one_update")
+
+
+def _in_flight() -> Experiment:
+    """The double of `rollouts_ahead=1`, and one whose engine gets the weights of each update."""
+    arms = []
+    for updates in (16, 4):
+        changed: dict[str, Any] = {"objective": "acr"}
+        if updates == 16:
+            changed |= {"per_device_train_batch_size": 16, "steps_per_generation": 16}
+        for scheme in (None, "int8"):
+            name = f"{scheme or 'bf16'}_{updates}"
+            default = {"smooth_activations": None} if scheme else {}
+            common: dict[str, Any] = {"changed": changed | default, "rollouts": AHEAD}
+            arms += [
+                Arm(name, scheme, **common),
+                Arm(f"{name}_ahead", scheme, is_delayed=True, **common),
+                Arm(f"{name}_in_flight", scheme, is_updated_in_flight=True, **common),
+            ]
+    question = "Do weights that are sent while a rollout is sampled make up for its age?"
+    return Experiment("in_flight", question, tuple(arms))
+
+
 EXPERIMENTS = {
     experiment.name: experiment
     for experiment in (
@@ -333,5 +375,7 @@ EXPERIMENTS = {
         _seeds(),
         _one_update_rate(),
         _one_update("one_update", 1e-4),
+        _centering(),
+        _in_flight(),
     )
 }

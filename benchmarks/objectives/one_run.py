@@ -74,7 +74,9 @@ def train_arm(
     """Train, and write the shortened run log to `place`; a file that is there is complete."""
     from peft import LoraConfig
 
+    from benchmarks.objectives.centering import center
     from benchmarks.objectives.coarse import add_coarse_schemes, coarsen_activations
+    from benchmarks.objectives.in_flight import update_in_flight
     from benchmarks.objectives.recorder import BothPolicies
     from trl_qurl.lab.demo.algorithms import build_config, build_trainer
     from trl_qurl.lab.demo.record import RolloutRecorder
@@ -117,6 +119,10 @@ def train_arm(
             )
         if arm.is_delayed:
             delay(trainer.vllm_generation)
+        if arm.is_updated_in_flight:
+            update_in_flight(trainer, updates)
+        if arm.listed:
+            center(trainer, arm.listed)
         trainer.add_callback(recorder)
         trainer.train()
         run = read_run(output_dir)
@@ -124,6 +130,8 @@ def train_arm(
     settings |= {
         "activation_bits": arm.activation_bits,
         "is_delayed": arm.is_delayed,
+        "is_updated_in_flight": arm.is_updated_in_flight,
+        "centering": arm.listed,
         "arm": arm.name,
         **provenance,
     }
