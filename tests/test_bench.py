@@ -14,7 +14,9 @@ from trl_qurl.cli import main
 from trl_qurl.lab.bench import run
 from trl_qurl.lab.bench.child import Child
 from trl_qurl.lab.bench.plan import Job, Load
+from trl_qurl.lab.bench.trial import random_model
 from trl_qurl.lab.bench.verdict import Speedup, speedup, verdict
+from trl_qurl.lab.demo.task import build_tokenizer
 
 SMALL = ["--prompt-len", "16", "--completion-len", "12", "--batch", "8", "--train-batch", "2"]
 
@@ -107,6 +109,18 @@ def test_a_model_that_is_not_there_is_refused(capsys):
 
 # What is measured
 # --------------------------------------------------------------------------------------------------
+
+
+def test_no_digit_of_the_prompts_is_padding_to_the_model(tmp_path):
+    """SmolLM2 pads with token 2, which is the prompts' 0: a prompt that began with it gave a
+    gradient of NaN.
+    """
+    ids = build_tokenizer()("01234567", return_tensors="pt")["input_ids"]
+    padding = ids[0, 0].item()
+    tiny_model("llama", num_hidden_layers=30, pad_token_id=padding).config.save_pretrained(tmp_path)
+    model = random_model(str(tmp_path), "cpu")
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert all(weight.grad.isfinite().all() for weight in model.parameters())
 
 
 class Scripted:

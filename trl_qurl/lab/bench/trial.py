@@ -120,6 +120,10 @@ def random_model(name: str, device: str) -> PreTrainedModel:
     """Make a model with random 32-bit weights: a step takes as long with them."""
     config = AutoConfig.from_pretrained(name)
     config.name_or_path = ""  # where the engine would look for weights
+    # As TRL sets it later. Transformers makes the embedding of padding zero, and the config's own
+    # token may be a digit of our prompts: a first token of zeros stays zero in all layers, and its
+    # gradient overflows, because each norm of zeros multiplies it by 1/√ε.
+    config.get_text_config().pad_token_id = build_tokenizer().pad_token_id
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.config.architectures = [type(model).__name__]
