@@ -85,7 +85,10 @@ def train_arm(
     from trl_qurl.quantization import SCHEMES
     from trl_qurl.quantization.formats import get_scheme
 
-    is_checked = arm.scheme in SCHEMES  # before the coarse ones are added
+    # The limits of the guard are for the formats of the package (the coarse ones are added below),
+    # and for rollouts that nothing delays.
+    is_stale = arm.is_delayed or arm.is_updated_in_flight
+    is_checked = arm.scheme in SCHEMES and not is_stale
     add_coarse_schemes()
     held_out = encode_problems(sample_problems(512, seed=0, held_out=True), build_tokenizer())
     updates = updates_of(arm)
@@ -101,7 +104,6 @@ def train_arm(
                 "logging_steps": updates,
                 "mismatch_guard": "off",
                 "smooth_activations": False,
-                # The limits of the guard are for the formats of the package.
                 "sync_check_interval": 10**6 if is_checked else 0,
                 **arm.changed,
             },
