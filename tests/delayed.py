@@ -35,7 +35,7 @@ def delay(trainer: Any, order: list[list[list[int]]], lost: tuple[int, ...] = ()
         if rollout + 1 < len(order):
             ready.append(generate(order[rollout + 1], images, num_generations))
         generation.samples = generation.samples._replace(
-            completions=output[1], behavior_logps=output[2]
+            completions=output[1], behavior_logps=output[2], behavior_ids=output[3]
         )
         return output
 

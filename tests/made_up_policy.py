@@ -35,6 +35,8 @@ class MadeUpPolicy:
         useful: Which rows' rewards differ.
     """
 
+    _listed_count = 0
+
     def __init__(
         self,
         accelerator: Accelerator,

@@ -29,6 +29,7 @@ AHEAD = {
     "steps_per_generation": 2,
     "gradient_accumulation_steps": 1,
     "max_steps": 8,
+    "top_k": 20,
 }
 ROLLOUTS = 4  # of two updates each
 # for three rollouts: the fourth is in the second epoch

@@ -148,6 +148,7 @@ VALUES = [
     ("num_generations", 0, "1"),
     ("top_p", 2.0, "at most 1"),
     ("top_k", -5, "0 for all"),
+    ("top_k", 1, "all completions equal"),
     ("min_p", 1.5, "[0, 1]"),
     ("repetition_penalty", 0.0, "positive"),
     ("generation_kwargs", "temperature=1", "dictionary"),

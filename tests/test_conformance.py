@@ -198,10 +198,9 @@ def test_logs(shared):
 @in_an_engine
 def test_sampling(shared):
     record = shared["sampling"]
-    # Ten of 99 tokens are digits, so a random policy gives one a tenth of what the engine does
-    # within the grammar.
+    # Ten of 99 tokens are digits. Over all of them, a ratio would be a tenth.
     _, [rollout] = trained(record, mismatch=3)
-    assert 0.01 < rollout["mismatch/ratio_mean"] < 0.3
+    assert rollout["mismatch/ratio_mean"] == pytest.approx(1.0, abs=0.02)
     assert len(record["said"]) == 16
     assert all(re.fullmatch("[0-9]{3,8}", text) for text in record["said"])
 

@@ -280,6 +280,7 @@ def test_what_it_cannot_work_with_is_refused(tmp_path):
 
 CONFIG = {
     "dynamic_sampling": True,
+    "top_k": 20,
     "max_steps": 6,
     "save_strategy": "steps",
     "save_steps": 2,
@@ -301,6 +302,9 @@ def test_a_trainer_fills_its_batches_and_resumes(train, tmp_path):
     assert all(row["dynamic_sampling/filled_share"] == 1.0 for row in rollouts)
     assert all(row["frac_reward_zero_std"] == 0.0 for row in rollouts), (
         "a group without advantages was trained on"
+    )
+    assert all(row["mismatch/kl_k3"] < 0.01 for row in rollouts), (
+        "the policy was scored over the tokens of other completions"
     )
     assert any(row["dynamic_sampling/discarded_share"] > 0 for row in rollouts)
     assert any(row["dynamic_sampling/unfiltered_reward"] < row["reward"] for row in rollouts)

@@ -39,7 +39,7 @@ QUIET = {
     TOKENS: 1e4,
 }
 AHEAD = {"rollouts_ahead": 1, "vllm_mode": "server"}
-CUT = {"top_k": 1}
+CUT = {"top_k": 5}
 
 
 def new_guard(cap: float | None = 2.0, **settings) -> MismatchGuard:

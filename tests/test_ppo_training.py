@@ -50,7 +50,7 @@ GRADIENT = {
     "rollout_quantization": None,
     "vllm_engine_kwargs": ENGINE | {"dtype": "float32"},
     "num_generations": 1,
-    "top_k": 1,
+    "generation_kwargs": {"temperature": 0.0},
     "max_steps": 1,
     "optim": "sgd",
     "shuffle_dataset": False,

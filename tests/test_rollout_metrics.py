@@ -104,7 +104,7 @@ def test_samples_are_scored_as_the_policy_finds_them():
     policy = tiny_model(attention_dropout=0.5).train()
     prompts, completions = [[7, 8, 9], [5], [6, 7]], [[12, 13], [], [30]]
     behavior = [[[-2.0], [None]], [], [[-9999.0]]]  # -9999: a server's stand-in for -inf
-    samples = Samples(prompts, completions, behavior, has_images=False)
+    samples = Samples(prompts, completions, behavior, None, has_images=False)
     scored = list(scored_samples(policy, samples, temperature=0.7))
     assert policy.training, "the pass left the policy in evaluation mode"
     assert [each.proximal_logps.shape for each in scored] == [(1, 2), (1, 0), (1, 1)]
@@ -128,7 +128,7 @@ def test_a_few_samples_of_different_prompts_are_scored(monkeypatch):
     prompts = [[3 + number // 4] for number in range(count)]
     completions = [[4 + number] * 5 for number in range(count)]
     behavior = [[[-float(number)]] * 5 for number in range(count)]
-    samples = Samples(prompts, completions, behavior, has_images=False)
+    samples = Samples(prompts, completions, behavior, None, has_images=False)
     scored = list(scored_samples(tiny_model(), samples, temperature=1.0))
     assert len(scored) == scoring.SCORED_SAMPLES
     assert [each.behavior_logps[0].tolist() for each in scored] == [

@@ -1,4 +1,7 @@
-"""Sampling settings: a warning of what makes the ratio wrong; what cannot train is refused."""
+"""Sampling settings: a warning of what makes the ratio wrong; what cannot train is refused.
+
+Those that cut tokens are followed (`test_listed_tokens.py`).
+"""
 
 import json
 import warnings
@@ -29,7 +32,10 @@ HARMLESS = [
     {"generation_kwargs": {"top_k": -1, "min_p": None, "temperature": 1.0}},
     {"generation_kwargs": {"presence_penalty": 0.0, "logit_bias": None, "bad_words": []}},
     {"generation_kwargs": {"include_stop_str_in_output": True, "ignore_eos": True}},
-    {"top_p": 0.9, "generation_kwargs": {"top_p": 1.0}},  # the override wins
+    {"top_k": 20, "min_p": 0.05, "top_p": 0.9},
+    {"vllm_structured_outputs_regex": "[0-9]{4}"},
+    {"generation_kwargs": {"structured_outputs": {"regex": "a"}}},
+    {"repetition_penalty": 1.1, "generation_kwargs": {"repetition_penalty": 1.0, "top_p": 0.8}},
 ]
 
 
@@ -40,22 +46,21 @@ def test_harmless_settings_are_not_warned_of(settings):
 
 # Settings, and what the warning begins with.
 NAMED = [
-    ({"top_k": 20, "min_p": 0.05}, "top_k=20, min_p=0.05: "),
-    ({"repetition_penalty": 1.1}, "repetition_penalty=1.1: "),
-    ({"vllm_structured_outputs_regex": "[0-9]{4}"}, "vllm_structured_outputs_regex=[0-9]{4}: "),
-    ({"generation_kwargs": '{"min_p": 0.1}'}, "generation_kwargs['min_p']=0.1: "),
+    ({"top_k": 20, "repetition_penalty": 1.1}, "repetition_penalty=1.1: "),
+    ({"generation_kwargs": '{"min_tokens": 2}'}, "generation_kwargs['min_tokens']=2: "),
 ]
 OVERRIDES = {
-    "top_p": 0.8,
     "temperature": 0.5,
-    "structured_outputs": {"regex": "a"},
     "presence_penalty": 1.5,
     "logit_bias": {20: 4.0},
     "min_tokens": 2,
     "of_a_later_vllm": 1,
 }
 NAMED += [
-    ({"top_p": 0.9, "generation_kwargs": {name: value}}, f"generation_kwargs[{name!r}]={value}: ")
+    (
+        {"repetition_penalty": 1.1, "generation_kwargs": {name: value}},
+        f"repetition_penalty=1.1, generation_kwargs[{name!r}]={value}: ",
+    )
     for name, value in OVERRIDES.items()
 ]
 
@@ -63,14 +68,13 @@ NAMED += [
 @pytest.mark.parametrize(("settings", "named"), NAMED, ids=json.dumps)
 def test_settings_are_named_with_the_way_out(settings, named):
     message = warned(**settings)
-    # an override of top_p replaces the setting, any other comes after it
-    assert message.removeprefix("top_p=0.9, ").startswith(named)
-    assert "top_p=1.0, top_k=0, min_p=None, repetition_penalty=1.0" in message
+    assert message.startswith(named)
+    assert "Set repetition_penalty=1.0, also in generation_kwargs" in message
 
 
 @pytest.mark.parametrize("kind", [QuRLPPOConfig, QuRLRLOOConfig])
 def test_every_trainer_warns(kind):
-    assert warned(kind, top_p=0.9).startswith("top_p=0.9: ")
+    assert warned(kind, repetition_penalty=1.1).startswith("repetition_penalty=1.1: ")
 
 
 @pytest.mark.parametrize(
@@ -109,4 +113,4 @@ def test_a_config_without_an_objective_is_warned_as_well():
     class Other(QuantizedRolloutsConfig, GMPOConfig):
         """As a project of somebody else may have it."""
 
-    assert warned(Other, top_p=0.9).startswith("top_p=0.9: ")
+    assert warned(Other, repetition_penalty=1.1).startswith("repetition_penalty=1.1: ")

@@ -251,7 +251,12 @@ def main(argv: list[str] | None = None) -> None:
         f"\n### All {len(everything)} differences; shown are those with p < "
         f"{LEVEL}\n\n{table_of(everything, LEVEL)}"
     )
-    titles = {"seeds": "Ten independent seeds", "one_update": "One update per rollout"}
+    titles = {
+        "seeds": "Ten independent seeds",
+        "one_update": "One update per rollout",
+        "centering": "Score centering",
+        "in_flight": "Weights sent in flight",
+    }
     for experiment, title in titles.items():
         found = [study.accuracy(experiment, *pair) for pair in CONTRASTS[experiment]]
         found = [each for each in found if each.samples[0]]

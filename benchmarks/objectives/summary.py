@@ -102,6 +102,16 @@ CONTRASTS: dict[str, list[tuple[str, str]]] = {
         *((arm, "bf16") for arm in ("bf16_again", "int8_default", "int3_naive", "int3_tis")),
         ("int3_tis", "int3_naive"),
     ],
+    "centering": [
+        *((f"{scheme}_centered", f"{scheme}_tis") for scheme in ("int3", "int4")),
+        *((f"{scheme}_tis_centered", f"{scheme}_tis") for scheme in ("int3", "int4")),
+        ("int3_centered_3", "int3_centered"),
+    ],
+    "in_flight": [
+        pair
+        for name in ("bf16_16", "int8_16", "bf16_4", "int8_4")
+        for pair in ((f"{name}_ahead", name), (f"{name}_in_flight", f"{name}_ahead"))
+    ],
     "rloo": [
         *((f"{scheme}_{name}", "bf16") for scheme in ("int8", "int3") for name in ("naive", "tis")),
         *((f"{scheme}_tis", f"{scheme}_naive") for scheme in ("int8", "int3")),

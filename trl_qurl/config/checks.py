@@ -25,6 +25,10 @@ NEUTRAL = {"top_p": (1.0, None), "top_k": (0, -1, None), "repetition_penalty": (
 """Values that turn a sampling parameter off, where these are not `OFF`."""
 OFF: tuple[Any, ...] = (None, 0, "", [], {})
 
+REGEX = "vllm_structured_outputs_regex"
+CUTTING = ("top_k", "top_p", "min_p", REGEX, "structured_outputs")
+"""Parameters that cut tokens and leave the others' proportions alone."""
+
 
 class Kind(NamedTuple):
     """A type of settings that is checked."""
@@ -109,9 +113,9 @@ def check_engine_arguments(names: Collection[str], source: str) -> None:
 def check_sampling(config: Any, stacklevel: int) -> None:
     """Refuse sampling settings that cannot work, and warn of those that make the ratio wrong.
 
-    The engine reports log-probabilities of the distribution it sampled from, the trainer those over
-    the whole vocabulary, at the same `temperature`. If tokens are cut, log ρ is off by log S, where
-    S is the mass that remains: https://github.com/huggingface/trl/issues/6789 and
+    The engine reports log-probabilities of the distribution it sampled from. The trainer follows
+    `temperature` and, where it can, `CUTTING` (`trainers/listed_tokens.py`), but nothing else:
+    https://github.com/huggingface/trl/issues/6789 and
     https://github.com/vllm-project/vllm/issues/42259.
     """
     overrides = config.generation_kwargs or {}
@@ -132,10 +136,10 @@ def check_sampling(config: Any, stacklevel: int) -> None:
     if biasing:
         warnings.warn(
             f"{', '.join(biasing)}: the engine's log-probabilities account for this, but the "
-            "trainer's cover the whole vocabulary. The importance ratio is therefore wrong (too "
-            "small if tokens are cut), and so are the mismatch/* metrics and every correction. Set "
-            "top_p=1.0, top_k=0, min_p=None, repetition_penalty=1.0, also in generation_kwargs, "
-            "and leave out the others. The temperature setting does no harm.",
+            "trainer's do not. The importance ratio is therefore wrong, and so are the mismatch/* "
+            "metrics and every correction. Set repetition_penalty=1.0, also in generation_kwargs, "
+            "and leave out the others. temperature, top_k, top_p, min_p and structured outputs do "
+            "no harm.",
             stacklevel=stacklevel + 1,
         )
 
@@ -153,19 +157,25 @@ def _check_ends(config: Any) -> None:
 
 
 def biasing_settings(config: Any) -> list[str]:
-    """Return the settings, with values, that change the distribution tokens are sampled from.
+    """Return the settings, with values, that change the distribution as no trainer follows."""
+    return [label for name, (label, _) in _changing(config).items() if name not in CUTTING]
 
-    The trainer scores tokens as if the whole vocabulary had been there.
-    """
+
+def cutting_settings(config: Any) -> dict[str, Any]:
+    """Return the settings that cut tokens from the distribution."""
+    return {name: value for name, (_, value) in _changing(config).items() if name in CUTTING}
+
+
+def _changing(config: Any) -> dict[str, tuple[str, Any]]:
+    """Return what changes the distribution tokens are sampled from: by name, text and value."""
     overrides = getattr(config, "generation_kwargs", None) or {}
-    names = (*NEUTRAL, "min_p", "vllm_structured_outputs_regex")
+    names = (*NEUTRAL, "min_p", REGEX)
     values = {name: getattr(config, name, None) for name in names} | dict(overrides)
     # The trainer reads the temperature from the field.
     neutral = NEUTRAL | {"temperature": (getattr(config, "temperature", None),)}
-    biasing = []
+    changing = {}
     for name, value in values.items():
-        if name in HARMLESS or value in neutral.get(name, OFF):
-            continue
-        label = f"generation_kwargs[{name!r}]" if name in overrides else name
-        biasing.append(f"{label}={value}")
-    return biasing
+        if name not in HARMLESS and value not in neutral.get(name, OFF):
+            label = f"generation_kwargs[{name!r}]" if name in overrides else name
+            changing[name] = (f"{label}={value}", value)
+    return changing

@@ -67,7 +67,10 @@ NUMBERS = {
 GROUP_NUMBERS = {
     "num_generations": Number(lambda number: number >= 1, "1 or more"),
     "top_p": Number(lambda share: 0 < share <= 1, "a share above 0, at most 1 (1 cuts nothing)"),
-    "top_k": Number(lambda tokens: tokens >= -1, "a number of tokens, or 0 for all"),
+    "top_k": Number(
+        lambda tokens: tokens >= -1 and tokens != 1,
+        "two tokens or more, or 0 for all (1 makes all completions equal)",
+    ),
     "min_p": Number(lambda share: 0 <= share <= 1, "in [0, 1] (0 cuts nothing)"),
     "repetition_penalty": Number(lambda factor: 0 < factor < inf, "positive (1 changes nothing)"),
 }

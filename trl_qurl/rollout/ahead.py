@@ -153,7 +153,7 @@ class AheadVLLMGeneration(QuantizedVLLMGeneration):
                 self._sample(self._next.prompts, None, num_generations)
         result = rollout.result
         has_images = images is not None
-        self.samples = Samples(prompts, result.completion_ids, result.logprobs, has_images)
+        self.samples = Samples.of(result, prompts, has_images)
         return result
 
     def collect(self) -> None:

@@ -53,8 +53,32 @@ class Samples(NamedTuple):
 
     prompts: Tokens
     completions: Tokens
-    behavior_logps: list[list[list[float | None]]]  # of each token, a list with the sampled one's
+    # By token: those of the sampled one and of others that were asked for, in nats.
+    behavior_logps: list[list[list[float | None]]]
+    behavior_ids: list[list[list[int]]] | None  # these tokens
     has_images: bool
+
+    @classmethod
+    def of(cls, result: Completions, prompts: Tokens, has_images: bool) -> "Samples":
+        """Return what the engine sampled from these prompts."""
+        ids = result.logprob_token_ids
+        return cls(prompts, result.completion_ids, result.logprobs, ids, has_images)
+
+
+def sampled_first(result: Completions) -> Completions:
+    """Put the sampled token first in each list of tokens, which the engine sorts by likelihood.
+
+    TRL's trainers read the first.
+    """
+    of_completions = zip(
+        result.completion_ids, result.logprob_token_ids or (), result.logprobs, strict=True
+    )
+    for completion, id_lists, logp_lists in of_completions:
+        for sampled, ids, logps in zip(completion, id_lists, logp_lists, strict=True):
+            place = ids.index(sampled)
+            ids.insert(0, ids.pop(place))
+            logps.insert(0, logps.pop(place))
+    return result
 
 
 class QuantizedVLLMGeneration(VLLMGeneration):
@@ -90,7 +114,8 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         self._global_step = global_step  # optimizer steps so far; part of each version name
         # RLOO requests no log-probabilities, but the mismatch metrics need them. 0 returns only the
         # sampled token's.
-        super().__init__(*args, **{**kwargs, "logprobs": kwargs.get("logprobs") or 0})
+        logprobs = max(rollout.listed, kwargs.get("logprobs") or 0)
+        super().__init__(*args, **{**kwargs, "logprobs": logprobs})
 
     def _init_vllm(self) -> None:
         check_recurrent_layers(plain_model(self.model))
@@ -136,6 +161,8 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         if name == "adapter":
             cls, for_adapter = colocated.with_adapter(cls, adapter_rank(self.model))
         engine_kwargs = {"seed": self.rollout.seed, **for_adapter, **self.rollout.engine_kwargs}
+        if self.rollout.listed:  # may be more than vLLM allows by default
+            engine_kwargs.setdefault("max_logprobs", self.rollout.listed)
         number = self.accelerator.process_index // self.tensor_parallel_size
         self._noise = EngineNoise(engine_kwargs["seed"], number)
         arguments = {"model_impl": self.model_impl, **engine_kwargs}
@@ -285,7 +312,9 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         result = named(Completions, values)
         if expands:
             check_seen(prompts, result.prompt_ids)
-        self.samples = Samples(prompts, result.completion_ids, result.logprobs, has_images)
+        if self.rollout.listed and result.logprob_token_ids is not None:
+            result = sampled_first(result)
+        self.samples = Samples.of(result, prompts, has_images)
         return result
 
     def _noise_of_generation(self) -> AbstractContextManager[None]:

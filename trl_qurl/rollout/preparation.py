@@ -43,6 +43,7 @@ class RolloutSettings:
     seed: int  # of the noise that tokens are sampled with
     sync_check_interval: int  # syncs between proofs; 0 for none, and no digests
     request_timeout: float  # seconds that a request to a server may take
+    listed: int = 0  # of the likeliest tokens, how many the engine returns per position
 
 
 def prepare_weights(

@@ -75,8 +75,11 @@ def checked_config(
     )
 
 
-def rollout_settings(args: TrainingArguments) -> RolloutSettings:
-    """Return the rollout settings of a config as flat values."""
+def rollout_settings(args: TrainingArguments, listed: int = 0) -> RolloutSettings:
+    """Return the rollout settings of a config as flat values.
+
+    `listed` is how many of the likeliest tokens the engine returns per position.
+    """
     answers = args.max_steps * args.gradient_accumulation_steps * args.per_device_train_batch_size
     tokens = answers * (args.max_completion_length or 0)  # not above 0 if nobody knows
     engine_kwargs = args.engine_kwargs
@@ -95,6 +98,7 @@ def rollout_settings(args: TrainingArguments) -> RolloutSettings:
         seed=args.seed,
         sync_check_interval=args.sync_check_interval,
         request_timeout=args.vllm_request_timeout,
+        listed=listed,
     )
 
 

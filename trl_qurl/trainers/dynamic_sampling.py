@@ -23,6 +23,7 @@ from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 
 from trl_qurl.rollout.contract.results import Generated, named
+from trl_qurl.trainers.listed_tokens import Listing
 
 logger = get_logger(__name__)  # logs in the main process only
 
@@ -111,6 +112,7 @@ class Sample(NamedTuple):
     completion_ids: list[int]
     completion: Any  # text or conversation
     logps: list[float | None] | None  # of the sampled tokens, in nats
+    listing: Listing | None  # if the engine lists more than what was sampled
     extras: dict[str, Any]  # columns that reward functions add to the table of completions
 
 
@@ -243,6 +245,7 @@ def sample_batch(rows: list[dict[str, Any]], trainer: Any) -> FilledBatch:
     prompts = [row["prompt"] for row in rows]
     generated = named(Generated, trainer._generate(prompts))
     completion_ids = generated.completion_ids
+    listings = trainer._listings() if trainer._listed_count else [None] * len(rows)
     rewards = trainer._calculate_rewards(rows, prompts, generated.completions, completion_ids)
     added = trainer._pending_extra_logs
     # A column of another length cannot be matched to rows.
@@ -256,6 +259,7 @@ def sample_batch(rows: list[dict[str, Any]], trainer: Any) -> FilledBatch:
             completion_ids=completion_ids[i],
             completion=generated.completions[i],
             logps=None if generated.logprobs is None else generated.logprobs[i],
+            listing=listings[i],
             extras={name: column[i] for name, column in columns.items()},
         )
         samples.append(sample)

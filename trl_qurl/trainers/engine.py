@@ -76,6 +76,7 @@ class QuantizedEngineMixin(CheckpointsMixin):
 
     _smooths_by_loss = True  # whether smoothing learns from all passes of the loss, or from some
     _scores_rollouts = False  # whether the trainer compares all completions with the policy
+    _listed_count = 0  # tokens that the engine lists per position, if the trainer reads them
 
     def __init__(self, *positional: Any, **kwargs: Any) -> None:
         signature = inspect.signature(super().__init__)
@@ -103,7 +104,7 @@ class QuantizedEngineMixin(CheckpointsMixin):
         for callback in self.callback_handler.callbacks:
             self._set_trainer(callback)
         self._mismatch = MismatchTally(self.accelerator)
-        self._guard = MismatchGuard(args)
+        self._guard = MismatchGuard(args, bool(self._listed_count))
         self.add_callback(self._guard)
         # Judges samples; without a history of other rollouts, if those are no samples.
         self._sample_guard = self._guard
@@ -117,14 +118,13 @@ class QuantizedEngineMixin(CheckpointsMixin):
         trainer = weakref.proxy(self)
         build = functools.partial(
             AheadVLLMGeneration if args.rollouts_ahead else QuantizedVLLMGeneration,
-            rollout=rollout_settings(args),
             global_step=lambda: trainer.state.global_step,
             prompts=lambda: trainer._first_prompts(),
         )
 
         def start(**settings: Any) -> QuantizedVLLMGeneration:
             trainer._before_start()
-            return build(**settings)
+            return build(rollout=rollout_settings(args, trainer._listed_count), **settings)
 
         return start
 

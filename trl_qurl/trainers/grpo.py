@@ -27,6 +27,7 @@ from trl_qurl.trainers.dynamic_sampling import (
     PromptStream,
     weighted_sum,
 )
+from trl_qurl.trainers.listed_tokens import Listing
 from trl_qurl.trainers.model_card import QURL
 from trl_qurl.trainers.rollouts import GroupRolloutsMixin
 from trl_qurl.trainers.scoring import Batch, cap_of
@@ -124,6 +125,11 @@ class QuRLGRPOTrainer(GroupRolloutsMixin, GRPOTrainer):
         if self.rollout_func is not None:
             logps = returned_logps(logps, generated.completion_ids)
         return generated._replace(logprobs=valid_logps(logps))
+
+    def _listings(self) -> list[Listing]:
+        if self._filled is not None:
+            return [sample.listing for sample in self._filled.samples if sample.listing]
+        return super()._listings()
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self._filled is not None:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from accelerate.logging import get_logger
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from trl_qurl.config.checks import biasing_settings
+from trl_qurl.config.checks import biasing_settings, cutting_settings
 from trl_qurl.quantization.plan import schemes_of
 from trl_qurl.rollout.errors import SyncError
 
@@ -138,13 +138,19 @@ class MismatchGuard(TrainerCallback):
 
     The alarm is on from a finding until `WINDOW` training rollouts have none. A resumed run starts
     without a history.
+
+    Args:
+        args: The trainer's config.
+        follows_cuts: Whether log-probabilities of the policy are over the tokens that `top_k`,
+            `top_p` and `min_p` leave.
     """
 
-    def __init__(self, args: Any) -> None:
+    def __init__(self, args: Any, follows_cuts: bool = False) -> None:
         self._is_off = args.mismatch_guard == "off"
         self._stops = args.mismatch_guard == "stop"
         self._kl_limit = args.mismatch_guard_kl
-        self._cuts_distribution = bool(biasing_settings(args))
+        cuts = not follows_cuts and cutting_settings(args)
+        self._cuts_distribution = bool(cuts or biasing_settings(args))
         self._usual_at_first = usual_at_first(args)
         self._is_sharpened = args.temperature < 1
         self._is_ahead = bool(args.rollouts_ahead)

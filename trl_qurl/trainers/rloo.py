@@ -71,9 +71,9 @@ class QuRLRLOOTrainer(GroupRolloutsMixin, RLOOTrainer):
 def completion_logps(tokens: list[list[float | None]]) -> torch.Tensor:
     """Return the engine's log-probabilities of a completion's tokens, (T,), NaN where invalid.
 
-    vLLM returns a list for each token, here of the sampled token alone.
+    The engine returns a list for each token, of the sampled one first.
     """
-    sampled = [logp for (logp,) in tokens]
+    sampled = [logps[0] for logps in tokens]
     [logps] = valid_logps([sampled])
     return torch.tensor([torch.nan if logp is None else logp for logp in logps])
 

@@ -36,6 +36,13 @@ from trl_qurl.rollout.repairs.image_prompts import plain_prompts
 from trl_qurl.trainers.arguments import check_arguments
 from trl_qurl.trainers.dynamic_sampling import named_rewards
 from trl_qurl.trainers.engine import QuantizedEngineMixin
+from trl_qurl.trainers.listed_tokens import (
+    Listing,
+    list_tokens,
+    listed_count,
+    listed_inputs,
+    renormalized,
+)
 from trl_qurl.trainers.prompts import LongestPrompt, measure_prompts
 from trl_qurl.trainers.reference import load_reference, save_reference, warn_of_another_reference
 from trl_qurl.trainers.resuming import read_whole
@@ -81,6 +88,7 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
 
     def _before_start(self) -> None:
         super()._before_start()
+        self._listed_count = listed_count(self)
         self._longest_prompt = measure_prompts(self)
         if self.args.vllm_mode == "colocate" and self.args.vllm_max_model_length:
             self._check_room(self.args.vllm_max_model_length)
@@ -154,6 +162,12 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
         with self._watch_pass(in_advance):
             batch = super()._generate_and_score_completions(inputs)
         self._record({"time/logps_s": in_advance.seconds})
+        self._complete_lists(in_advance, batch["completion_ids"].size(1))
+        if in_advance.listed is not None:
+            batch |= in_advance.listed._asdict()
+            mass = in_advance.listed.unlisted_mass(learned_tokens(batch))
+            unlisted, tokens = self._sum_over_processes(mass).tolist()
+            self._record({"mismatch/unlisted_mass": unlisted / max(tokens, 1.0)})
         batch |= self._missing_logps(in_advance.logps)
         if "old_per_token_logps" in batch and "sampling_per_token_logps" in batch:
             self._tally(batch, batch["old_per_token_logps"])
@@ -162,6 +176,16 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
             metrics = self._metrics["train"]
             self._learning.observe({name: values[-1] for name, values in metrics.items() if values})
         return batch
+
+    def _listings(self) -> list[Listing]:
+        """Return what the engine listed for each completion."""
+        samples = self.vllm_generation.samples
+        return list(zip(samples.behavior_logps, samples.behavior_ids or (), strict=True))
+
+    def _complete_lists(self, watched: PolicyPass, length: int) -> None:
+        """Give a pass the engine's lists for its completions, padded to this length."""
+        if self._listed_count and watched.listed is None:
+            watched.listed = list_tokens(self._listings(), length, self.accelerator.device)
 
     def _missing_logps(self, proximal_logps: torch.Tensor | None) -> Batch:
         """Return log-probabilities that TRL's trainer leaves out of its batch, as RLOO's does.
@@ -194,7 +218,15 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
         finally:
             self._pass = None
 
-    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> tuple:
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: Any,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        logits_to_keep: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple:
         started = time.perf_counter()
         watched = self._pass
         teaches = watched is not None and watched.teaches_smoothing and watched.logps is None
@@ -202,9 +234,16 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
         in_advance = is_training and not torch.is_grad_enabled()
         if in_advance:
             model.eval()  # the engine has no dropout either
+        if watched is not None:
+            self._complete_lists(watched, logits_to_keep)
         try:
-            with self._watch_activations(teaches and is_training):
-                logps, *others = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+            with (
+                self._watch_activations(teaches and is_training),
+                renormalized(self, model, watched.listed if watched else None),
+            ):
+                logps, *others = super()._get_per_token_logps_and_entropies(
+                    model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
+                )
         finally:
             if in_advance:
                 model.train()
@@ -222,7 +261,7 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
         inputs = dict(inputs)
         # TRL's name for them. Below, it holds the denominator of the clipped ratio.
         proximal_logps = inputs.get("old_per_token_logps")
-        in_loss = PolicyPass(teaches_smoothing=False, inputs=inputs)
+        in_loss = PolicyPass(False, inputs=inputs, listed=listed_inputs(inputs))
         if proximal_logps is None:
             in_loss.teaches_smoothing = True
             in_loss.completes_inputs = True

@@ -11,6 +11,7 @@ from trl.trainer.utils import selective_log_softmax
 from trl_qurl.objective import importance_ratio
 from trl_qurl.rollout.backend import Samples
 from trl_qurl.rollout.mismatch import valid_logps
+from trl_qurl.trainers.listed_tokens import ListedTokens
 
 Batch = dict[str, Any]  # of TRL's trainers: tensors, (B, ...) each
 
@@ -30,6 +31,7 @@ class PolicyPass:
     inputs: Batch | None = None  # of TRL's loss, if the passes are inside it
     completes_inputs: bool = False  # whether the first completes them
     logps: torch.Tensor | None = None  # of the first, (B, T), without gradient
+    listed: ListedTokens | None = None  # of the completions, once it is needed
     seconds: float = 0.0
 
 

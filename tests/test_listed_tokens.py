@@ -1,0 +1,244 @@
+"""The policy's log-probabilities over the tokens that sampling settings leave: by brute force."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support import losses
+from support.losses import ROWS, assert_close, gradients, our_loss
+from tiny import tiny_model, tiny_tokenizer
+
+from trl_qurl import QuRLGRPOTrainer, QuRLRLOOTrainer
+from trl_qurl.trainers.listed_tokens import (
+    MOST_LISTED,
+    ListedTokens,
+    list_tokens,
+    listed_count,
+    renormalized,
+)
+
+pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("trainer")]
+
+OFF = {"top_k": 0, "top_p": 1.0, "min_p": None, "structured_outputs_regex": None}
+CUTS = [
+    {"top_k": 5},
+    {"top_p": 0.9},
+    {"min_p": 0.05},
+    {"top_k": 20, "top_p": 0.8, "min_p": 0.01},
+    {"structured_outputs_regex": "[0-9]{8}"},
+]
+
+
+ABSENT = {"tools": [], "rollout_func": None, "environment_factories": None}
+
+
+def vowels(completions, **kwargs):
+    return [sum(completion.count(vowel) for vowel in "aeiou4567") / 8 for completion in completions]
+
+
+def save_sharp(directory):
+    """A tiny model whose answers are not all equally likely."""
+    model = tiny_model("qwen2", tie_word_embeddings=False)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(12)
+    model.save_pretrained(directory)
+    tiny_tokenizer().save_pretrained(directory)
+    return str(directory)
+
+
+@pytest.fixture(scope="module", params=[QuRLGRPOTrainer, QuRLRLOOTrainer])
+def trainer(request, tmp_path_factory):
+    """With a reference model; it lists as many tokens as any setting needs."""
+    start = save_sharp(tmp_path_factory.mktemp("start"))
+    directory = tmp_path_factory.mktemp("out")
+    trainer = losses.build(request.param, directory, start, vowels, top_p=0.9, beta=0.1)
+    trainer.current_gradient_accumulation_steps = 1
+    return trainer
+
+
+def sample_with(trainer, monkeypatch, cuts):
+    for name, value in {**OFF, **cuts}.items():
+        monkeypatch.setattr(trainer.vllm_generation, name, value)
+    trainer._metrics["train"].clear()
+    return trainer._generate_and_score_completions(ROWS)
+
+
+def brute_force(trainer, batch, model=None):
+    """Log-probabilities over the engine's lists, (B, T), from all logits."""
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
+    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+    length = batch["completion_ids"].size(1)
+    logits = (model or trainer.model)(input_ids=ids, attention_mask=mask).logits
+    logps = (logits[:, -length - 1 : -1] / trainer.temperature).log_softmax(-1)
+    listed = batch["listed_ids"].long()
+    is_kept = torch.zeros_like(logps, dtype=torch.bool)
+    is_kept.scatter_(-1, listed.clamp(min=0), True)  # a token that is not listed adds token 0
+    is_kept[..., 0] = (listed == 0).any(-1)
+    mass = logps.masked_fill(~is_kept, -torch.inf).logsumexp(-1)
+    sampled = logps.gather(-1, batch["completion_ids"][..., None])[..., 0]
+    return sampled - mass.masked_fill(mass.isinf(), 0)
+
+
+@pytest.mark.parametrize("cuts", CUTS, ids=str)
+def test_a_rollout_is_scored_over_the_tokens_that_are_left(cuts, trainer, monkeypatch):
+    batch = sample_with(trainer, monkeypatch, cuts)
+    learned = batch["completion_mask"].bool()
+    kept = (batch["listed_ids"] >= 0).sum(-1)[learned]
+    assert 1 < kept.max() < MOST_LISTED
+    with torch.no_grad():
+        expected = brute_force(trainer, batch) + batch["listed_log_mass"]
+        whole = losses.logps_of(trainer, batch)
+        reference = brute_force(trainer, batch, trainer.ref_model) + batch["listed_log_mass"]
+    for name, logps in (("old_per_token_logps", expected), ("ref_per_token_logps", reference)):
+        if name in batch:  # RLOO keeps the sum of a completion instead
+            torch.testing.assert_close(batch[name][learned], logps[learned], rtol=0, atol=1e-5)
+    behavior = batch["sampling_per_token_logps"]
+    assert (whole - behavior)[learned].exp().mean() < 0.95, "the cut made no difference"
+    metrics = trainer._metrics["train"]
+    # 128 tokens, whose log-probabilities differ by a few hundredths of a nat in INT8
+    assert metrics["mismatch/ratio_mean"] == [pytest.approx(1.0, abs=0.01)]
+    assert metrics["mismatch/kl_k3"][0] < 2e-3
+    assert metrics["mismatch/unlisted_mass"] == [pytest.approx(0.0, abs=1e-3)]
+
+
+def test_the_gradient_is_that_of_brute_force(trainer, monkeypatch):
+    batch = sample_with(trainer, monkeypatch, {"top_p": 0.8})
+    batch["advantages"] = torch.linspace(-1, 1, len(ROWS))
+    weights = torch.rand(batch["completion_ids"].shape)
+    learned = batch["completion_mask"].bool()
+
+    def by_trainer():
+        return losses.logps_of(trainer, batch)
+
+    with torch.no_grad():
+        whole = by_trainer()  # outside of a loss, nobody knows the lists
+    listed = ListedTokens(batch["listed_ids"], batch["listed_log_mass"])
+    with renormalized(trainer, trainer.model, listed):
+        ours = by_trainer()
+    theirs = brute_force(trainer, batch) + batch["listed_log_mass"]
+    assert (ours - whole).abs()[learned].max() > 0.1
+    torch.testing.assert_close(ours[learned], theirs[learned], rtol=0, atol=1e-5)
+    of_ours = gradients(trainer, (weights * ours)[learned].sum())
+    assert_close(of_ours, gradients(trainer, (weights * theirs)[learned].sum()), 1e-3, 1e-5)
+
+
+# RLOO scores in advance, and its loss is of whole completions.
+@pytest.mark.parametrize("trainer", [QuRLGRPOTrainer], indirect=True)
+def test_a_loss_that_scores_its_own_rollout_follows_the_cuts(trainer, monkeypatch):
+    """With one update per rollout, and with several: the gradient of both is that of brute force."""
+    monkeypatch.setattr(trainer.args, "objective", "naive")
+    monkeypatch.setattr(trainer, "beta", 0.0)
+    batch = sample_with(trainer, monkeypatch, {"top_k": 5})
+    batch["advantages"] = torch.linspace(-1, 1, len(ROWS))
+    trainer.loss_type = "bnpo"
+    learned = batch["completion_mask"].bool()
+    # R is 1, so the gradient of R is that of the log-probability.
+    loss = -(brute_force(trainer, batch) * batch["advantages"][:, None])[learned].mean()
+    expected = gradients(trainer, loss)
+    for steps in (1, 4):
+        trainer._metrics["train"].clear()
+        monkeypatch.setattr(trainer.args, "gradient_accumulation_steps", steps)
+        monkeypatch.setattr(trainer, "_step", 3)
+        inputs = {name: part for name, part in batch.items() if not name.startswith("ref_")}
+        if steps == 4:
+            assert trainer._scores_in_update
+            del inputs["old_per_token_logps"]
+        ours = gradients(trainer, our_loss(trainer, inputs))
+        assert_close(ours, expected, 1e-3, 1e-4)
+        if steps == 4:
+            ratio = trainer._metrics["train"]["mismatch/ratio_mean"]
+            assert ratio == [pytest.approx(1.0, abs=0.02)]
+
+
+def test_lists_as_the_engine_returns_them():
+    """A sampled token beyond the K likeliest, cut tokens of an engine and of a server, no value for
+    the sampled one, a shorter completion, and what is left of the mass.
+    """
+    half = math.log(0.5)
+    listings = [
+        (
+            [[math.log(0.1), half], [half, half, -math.inf], [half, -9999.0]],
+            [[7, 3], [4, 5, 6], [8, 9]],
+        ),
+        ([[None, half]], [[7, 3]]),
+        ([], []),
+    ]
+    listed = list_tokens(listings, length=4, device=torch.device("cpu"))
+    nothing = [-1, -1, -1]
+    assert listed.listed_ids.tolist() == [
+        [[7, 3, -1], [4, 5, -1], [8, -1, -1], nothing],
+        [nothing] * 4,
+        [nothing] * 4,
+    ]
+    mass = listed.listed_log_mass.exp()
+    assert mass[0].tolist() == pytest.approx([0.6, 1.0, 0.5, 0.0])
+    mask = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]).bool()
+    assert listed.unlisted_mass(mask).tolist() == pytest.approx([0.4, 2.0])
+
+
+def test_tokens_beyond_the_list_have_the_actors_share(trainer, monkeypatch):
+    """Where more are left than the engine lists."""
+    monkeypatch.setattr(trainer.vllm_generation, "logprobs", 3)
+    batch = sample_with(trainer, monkeypatch, {"top_p": 0.9})
+    learned = batch["completion_mask"].bool()
+    [unlisted] = trainer._metrics["train"]["mismatch/unlisted_mass"]
+    mass = batch["listed_log_mass"][learned].exp()
+    assert unlisted == pytest.approx(1 - mass.mean().item(), abs=1e-6)
+    assert 0.05 < unlisted < 0.6
+    assert trainer._metrics["train"]["mismatch/ratio_mean"] == [pytest.approx(1.0, abs=0.1)]
+
+
+def trainer_with(model=None, distributed=None, sampling=None, **attributes):
+    config = dict.fromkeys(("top_k", "top_p", "min_p", "temperature", "generation_kwargs"))
+    plugin = SimpleNamespace(zero_stage=3) if distributed == "zero3" else None
+    state = SimpleNamespace(
+        deepspeed_plugin=plugin,
+        fsdp_plugin=SimpleNamespace(fsdp_version=2) if distributed == "fsdp" else None,
+    )
+    return SimpleNamespace(
+        args=SimpleNamespace(**config | (sampling or {"top_k": 20})),
+        accelerator=SimpleNamespace(state=state),
+        model=model or tiny_model(),
+        **ABSENT | attributes,
+    )
+
+
+@pytest.mark.parametrize(
+    ("sampling", "count"),
+    [
+        ({}, 20),
+        ({"sampling": {"top_p": 1.0, "min_p": 0.0, "top_k": -1}}, 0),
+        ({"sampling": {"top_p": 0.9}}, MOST_LISTED),
+        ({"sampling": {"top_k": 500}}, MOST_LISTED),
+        ({"sampling": {"top_p": 0.9, "top_k": 3}}, 3),
+        ({"sampling": {"top_k": 3, "generation_kwargs": {"top_k": 9}}}, 9),
+    ],
+    ids=str,
+)
+def test_how_many_tokens_are_listed(sampling, count, recwarn):
+    assert listed_count(trainer_with(**sampling)) == count
+    assert not recwarn
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"tools": [vowels]}, "tools may put a completion together"),
+        ({"rollout_func": vowels}, "rollout_func may put"),
+        ({"environment_factories": {None: vowels}}, "environment_factories may put"),
+        ({"distributed": "fsdp"}, "the weights are sharded"),
+        ({"distributed": "zero3"}, "the weights are sharded"),
+        ({"model": SimpleNamespace(config=tiny_model().config)}, None),
+    ],
+    ids=lambda given: str(given)[:30],
+)
+def test_what_cannot_be_followed_is_warned_of(given, reason):
+    if reason is None:
+        given["model"].config.final_logit_softcapping = 30.0
+        reason = "the model has final_logit_softcapping"
+    with pytest.warns(
+        UserWarning, match=rf"^top_k=20: .*{reason}.*too small.*Set top_k=0"
+    ) as found:
+        assert listed_count(trainer_with(**given)) == 0
+    assert len(found) == 1

@@ -1,0 +1,212 @@
+"""Log-probabilities over the tokens that `top_k`, `top_p` and `min_p` leave, as the engine's are.
+
+The engine samples token y from the set S that these settings leave, and reports
+
+    log q_S(y) = log q(y) − log Σ_{v ∈ S} q(v)
+
+The policy's log-probability is over the whole vocabulary, so that the importance ratio would be too
+small by the mass of S. The engine therefore lists its likeliest tokens L at each position, those
+outside S with -inf, and the policy's log-probability becomes
+
+    log p_S(y) = z_y − log Σ_{v ∈ L} exp(z_v) + log m,    m = Σ_{v ∈ L} q_S(v)
+
+Where z are the policy's logits over the temperature: a few rows of its head. If L is all of S, then
+m is 1 and this is exact, value and gradient. Of a larger S, what is not listed is taken to have the
+actor's share of the mass, 1 − m.
+"""
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+from trl.distributed import DistributedBackend
+
+from trl_qurl.config.checks import cutting_settings
+from trl_qurl.quantization.checkpoint_form import plain_model
+from trl_qurl.rollout.mismatch import valid_logps
+
+MOST_LISTED = 64  # tokens per position; vLLM returns as many log-probabilities
+TOKENS_AT_ONCE = 1024  # whose logits are in memory at the same time
+# Settings of transformers' models that change what the head computes.
+AFTER_HEAD = (
+    "final_logit_softcapping",
+    "logit_scale",
+    "logits_scaling",
+    "lm_head_multiplier",
+    "output_multiplier",
+)
+
+
+Listing = tuple[list[list[float | None]], list[list[int]]]
+"""Of a completion, a list for each token: of log-probabilities in nats, and of the tokens' ids, the
+sampled one first."""
+
+
+class ListedTokens(NamedTuple):
+    """What the engine lists for completions: B of T tokens, up to K at each."""
+
+    listed_ids: torch.Tensor  # (B, T, K) int32, the sampled token first; -1 for none
+    listed_log_mass: torch.Tensor  # (B, T), log m, in nats
+
+    def unlisted_mass(self, mask: torch.Tensor) -> torch.Tensor:
+        """Return sums over the listed tokens of a mask, bool (B, T): of 1 − m, and their number."""
+        is_listed = mask & (self.listed_ids[..., 0] >= 0)
+        return torch.stack([-self.listed_log_mass[is_listed].expm1().sum(), is_listed.sum()])
+
+
+def listed_count(trainer: Any) -> int:
+    """Return how many tokens the engine lists at each position; 0 if the settings cut none.
+
+    Warns if the trainer cannot follow the settings.
+    """
+    cutting = cutting_settings(trainer.args)
+    if not cutting:
+        return 0
+    obstacle = _obstacle(trainer)
+    if obstacle is not None:
+        named = ", ".join(f"{name}={value}" for name, value in cutting.items())
+        warnings.warn(
+            f"{named}: the engine's log-probabilities account for this, but the trainer's cover "
+            f"the whole vocabulary, because {obstacle}. The importance ratio is therefore too "
+            "small, and the mismatch/* metrics and every correction are wrong. Set top_k=0, "
+            "top_p=1.0, min_p=None, also in generation_kwargs.",
+            stacklevel=2,
+        )
+        return 0
+    top_k = cutting.get("top_k", 0)
+    return min(top_k, MOST_LISTED) if top_k > 0 else MOST_LISTED
+
+
+def _obstacle(trainer: Any) -> str | None:
+    """Return why the policy's log-probabilities cannot follow the engine's lists, if they can't."""
+    for name in ("tools", "rollout_func", "environment_factories"):
+        if getattr(trainer, name, None):
+            return f"{name} may put a completion together from several answers"
+    backend = DistributedBackend(trainer.accelerator)
+    if backend.is_fsdp or backend.is_zero3:
+        return "the weights are sharded"
+    config = plain_model(trainer.model).config
+    if config.get_text_config() is not config:
+        return "the model takes images"
+    for name in AFTER_HEAD:
+        if getattr(config, name, None) not in (None, 1.0):
+            return f"the model has {name}"
+    return None
+
+
+def listed_inputs(inputs: Mapping[str, torch.Tensor]) -> ListedTokens | None:
+    """Return the lists in the inputs of a loss, if they are there."""
+    if "listed_ids" not in inputs:
+        return None
+    return ListedTokens(inputs["listed_ids"], inputs["listed_log_mass"])
+
+
+def list_tokens(listings: Sequence[Listing], length: int, device: torch.device) -> ListedTokens:
+    """Return the engine's lists of B completions as tensors, padded to `length` tokens."""
+    width = max((len(token) for _, ids in listings for token in ids), default=0)
+    listed_ids = torch.full((len(listings), length, width), -1, dtype=torch.int32)
+    logps = torch.full((len(listings), length, width), -torch.inf)  # of the engine
+    for i, (row_logps, row_ids) in enumerate(listings):
+        if row_ids:
+            listed_ids[i, : len(row_ids)] = _padded(row_ids, width, -1)
+            logps[i, : len(row_ids)] = _padded(valid_logps(row_logps), width, None)
+    is_cut = logps.isinf()
+    listed_ids.masked_fill_(is_cut | is_cut[..., :1], -1)  # nothing, without the sampled token
+    mass = logps.logsumexp(-1).clamp(max=0.0)
+    return ListedTokens(listed_ids.to(device), mass.to(device))
+
+
+def _padded(rows: list[list[Any]], width: int, value: float | None) -> torch.Tensor:
+    """Return rows of numbers as a tensor, (len(rows), width); `None` becomes -inf."""
+    full = [[*row, *[value] * (width - len(row))] for row in rows]
+    return torch.tensor([[-torch.inf if x is None else x for x in row] for row in full])
+
+
+@contextmanager
+def renormalized(trainer: Any, model: Any, listed: ListedTokens | None) -> Iterator[None]:
+    """Score completions over the listed tokens inside the block, with TRL's fused head.
+
+    Args:
+        trainer: TRL's trainer, for its settings.
+        model: The policy, or its reference.
+        listed: Of the completions, in the order in which they are scored; `None` changes nothing.
+    """
+    if listed is None:
+        yield
+        return
+    in_float32 = vars(trainer.args).get("cast_lm_head_to_fp32", False)  # RLOO lacks it
+    causal_model = plain_model(trainer.accelerator.unwrap_model(model))
+    states: list[torch.Tensor] = []  # of the pass in progress, (b, L, D)
+    rows = iter(zip(*listed, strict=True))
+
+    def keep_states(module: Any, args: Any, output: Any) -> None:
+        states.append(output.last_hidden_state)
+
+    def renormalize(module: Any, args: Any, output: Any) -> None:
+        hidden = states.pop()
+        part = [next(rows) for _ in hidden]  # TRL scores a few completions at a time
+        ids = torch.stack([row_ids for row_ids, _ in part])  # (b, T, K)
+        log_mass = torch.stack([row_mass for _, row_mass in part])  # (b, T)
+        length = ids.size(1)
+        is_listed = ids[..., 0] >= 0
+        over_list = listed_logps(
+            hidden[:, -length - 1 : -1][is_listed],
+            module.get_output_embeddings(),
+            ids[is_listed].long(),
+            trainer.temperature,
+            in_float32,
+        )
+        values = over_list + log_mass[is_listed]
+        others, scored = output.log_probs.split([output.log_probs.size(1) - length, length], 1)
+        output.log_probs = torch.cat([others, scored.masked_scatter(is_listed, values)], 1)
+
+    hooks = [
+        causal_model.base_model.register_forward_hook(keep_states),
+        causal_model.register_forward_hook(renormalize),
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def listed_logps(
+    states: torch.Tensor, head: Any, ids: torch.Tensor, temperature: float, in_float32: bool
+) -> torch.Tensor:
+    """Return the log-probability of the first of the listed tokens among them, (N,), in nats.
+
+    Args:
+        states: What the head is given, (N, D).
+        head: The model's last layer.
+        ids: (N, K); -1 for none, but not in the first column.
+        temperature: Of the distribution.
+        in_float32: Whether to compute in float32.
+    """
+    parts = zip(states.split(TOKENS_AT_ONCE), ids.split(TOKENS_AT_ONCE), strict=True)
+    found = [
+        # To keep the logits for the gradient would take more memory than the model's own.
+        checkpoint(_logps_of_part, *part, head, temperature, in_float32, use_reentrant=False)
+        for part in parts
+    ]
+    return torch.cat(found)
+
+
+def _logps_of_part(
+    states: torch.Tensor, ids: torch.Tensor, head: Any, temperature: float, in_float32: bool
+) -> torch.Tensor:
+    tokens, places = ids.clamp(min=0).unique(return_inverse=True)
+    bias = None if head.bias is None else head.bias[tokens]
+    precision: AbstractContextManager[Any] = nullcontext()
+    if in_float32:
+        states = states.float()
+        precision = torch.autocast(states.device.type, enabled=False)
+    with precision:
+        logits = F.linear(states, head.weight[tokens], bias)  # (N, tokens)
+    listed = (logits.float() / temperature).gather(1, places)  # (N, K)
+    listed = listed.masked_fill(ids < 0, -torch.inf)
+    return listed[:, 0] - listed.logsumexp(1)
