@@ -3,18 +3,23 @@
 import copy
 import math
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from tiny import tiny_model
 
 from benchmarks.objectives import contrasts, study, summary
 from benchmarks.objectives.arms import EXPERIMENTS
+from benchmarks.objectives.centering import centering_term
 from benchmarks.objectives.coarse import CODE_BITS, add_coarse_schemes, round_activations
+from benchmarks.objectives.in_flight import update_in_flight, versions_of
 from benchmarks.objectives.one_run import LORA, updates_of
 from benchmarks.objectives.recorder import BothPolicies
 from trl_qurl.lab.demo import evaluate, task, warm_start
 from trl_qurl.quantization.formats import SCHEMES, get_scheme
+from trl_qurl.rollout.contract.results import Completions
 
 WEIGHT = torch.randn(16, 400, generator=torch.Generator().manual_seed(0))
 
@@ -127,3 +132,77 @@ def test_the_logs_leave_the_two_differences_that_the_page_names():
         ("quantized_ratio − naive", "int3"),
         ("quantized_ratio − naive", "int4"),
     ]
+
+
+@pytest.mark.parametrize("objective", ["naive", "tis"])
+def test_centering_takes_away_what_the_sampler_adds_on_average(objective):
+    """With all tokens listed, the term's gradient is that of the surrogate without an advantage, on
+    average over what the actor samples.
+    """
+    model = tiny_model()
+    torch.manual_seed(0)
+    ids = torch.randint(2, 90, (2, 4))
+    inputs = {"prompt_ids": ids[:, :1], "completion_ids": ids[:, 1:]}
+    inputs |= {"prompt_mask": torch.ones(2, 1), "completion_mask": torch.ones(2, 3)}
+    q = torch.randn(2, 3, 100).mul(2).softmax(-1)
+    inputs |= {"listed_ids": torch.arange(100).expand(2, 3, 100), "listed_logps": q.log()}
+    trainer = SimpleNamespace(
+        model=model,
+        accelerator=SimpleNamespace(unwrap_model=lambda model: model),
+        temperature=0.7,
+        args=SimpleNamespace(objective=objective, importance_cap=2.0),
+    )
+    logps = (model(ids).logits[:, :-1] / 0.7).log_softmax(-1)
+    weight = (logps.detach().exp() / q).clamp(max=2.0) if objective == "tis" else 1.0
+    average = (q * weight * logps).sum()
+    parameters = list(model.parameters())
+    expected = torch.autograd.grad(average, parameters, retain_graph=True)
+    found = torch.autograd.grad(centering_term(trainer, inputs).sum(), parameters)
+    largest = max(gradient.abs().max() for gradient in expected)
+    for mine, gradient in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, gradient, rtol=1e-3, atol=1e-5 * largest.item())
+
+
+def test_each_token_is_sampled_by_the_weights_of_its_time():
+    assert versions_of(5, 16) == [(0, 1), (3, 1), (6, 1), (9, 1), (12, 1)]
+    assert versions_of(8, 2) == [(0, 4), (1, 4)]
+    policy = torch.nn.Linear(1, 1, bias=False)
+    policy.weight.data.fill_(10.0)
+
+    def answer(prompts):
+        """As many tokens as asked for, each the weight that the engine has; 13 ends an answer."""
+        ids = [[int(engine["weight"])] * generation.max_completion_length for _ in prompts]
+        return Completions(prompts, ids, [[[-1.0]] * len(row) for row in ids], None)
+
+    engine = {}
+    generation = SimpleNamespace(
+        max_completion_length=8,
+        generate=lambda prompts: answer(prompts),
+        sync_weights=lambda: engine.update(weight=policy.weight.item()),
+    )
+    callbacks = []
+    trainer = SimpleNamespace(
+        vllm_generation=generation,
+        model=policy,
+        processing_class=SimpleNamespace(eos_token_id=13),
+        add_callback=callbacks.append,
+    )
+    update_in_flight(trainer, 2)
+
+    def rollout():
+        callbacks[0].on_step_begin(None, None, None, model=policy)
+        return generation.generate(prompts=[[5], [6]])
+
+    assert rollout().completion_ids == [[10] * 8] * 2  # no update precedes it
+    policy.weight.data.fill_(11.0)
+    callbacks[0].on_step_begin(None, None, None, model=policy)
+    policy.weight.data.fill_(12.0)
+    second = rollout()
+    assert second.completion_ids == [[10] * 4 + [11] * 4] * 2
+    assert second.logprobs == [[[-1.0]] * 8] * 2 and second.prompt_ids == [[5], [6]]
+    assert policy.weight.item() == 12.0 and generation.max_completion_length == 8
+    policy.weight.data.fill_(13.0)
+    callbacks[0].on_step_begin(None, None, None, model=policy)
+    rollout()
+    callbacks[0].on_step_begin(None, None, None, model=policy)
+    assert rollout().completion_ids == [[13] * 4] * 2  # ended, so nothing follows
