@@ -56,7 +56,7 @@ EXPECTED = (HEALTHY, UNCLEAR, HARMED, COLLAPSING, UNSMOOTHED, STALE)
 
 def expectation(arm: Arm) -> str:
     """Classify an arm by its settings."""
-    if arm.is_delayed:
+    if arm.is_delayed or arm.is_updated_in_flight:
         return STALE
     same_weights = arm.scheme is None or "round_base" in arm.changed
     # int3_stochastic: the same codes, chosen otherwise

@@ -10,6 +10,7 @@ from support.losses import ROWS, assert_close, gradients, our_loss
 from tiny import tiny_model, tiny_tokenizer
 
 from trl_qurl import QuRLGRPOTrainer, QuRLRLOOTrainer
+from trl_qurl.trainers import listed_tokens
 from trl_qurl.trainers.listed_tokens import (
     MOST_LISTED,
     ListedTokens,
@@ -52,7 +53,9 @@ def trainer(request, tmp_path_factory):
     """With a reference model; it lists as many tokens as any setting needs."""
     start = save_sharp(tmp_path_factory.mktemp("start"))
     directory = tmp_path_factory.mktemp("out")
-    trainer = losses.build(request.param, directory, start, vowels, top_p=0.9, beta=0.1)
+    trainer = losses.build(
+        request.param, directory, start, vowels, top_p=0.9, beta=0.1, temperature=1.2
+    )
     trainer.current_gradient_accumulation_steps = 1
     return trainer
 
@@ -129,8 +132,10 @@ def test_a_loss_that_scores_its_own_rollout_follows_the_cuts(trainer, monkeypatc
     """With one update per rollout, and with several: the gradient of both is that of brute force."""
     monkeypatch.setattr(trainer.args, "objective", "naive")
     monkeypatch.setattr(trainer, "beta", 0.0)
-    batch = sample_with(trainer, monkeypatch, {"top_k": 5})
-    batch["advantages"] = torch.linspace(-1, 1, len(ROWS))
+    rollout = sample_with(trainer, monkeypatch, {"top_k": 5})
+    rows = torch.tensor([9, 2, 14, 5])  # as TRL shuffles a rollout, and cuts it into micro-batches
+    batch = {name: part[rows] if part.dim() else part for name, part in rollout.items()}
+    batch["advantages"] = torch.linspace(-1, 1, len(rows))
     trainer.loss_type = "bnpo"
     learned = batch["completion_mask"].bool()
     # R is 1, so the gradient of R is that of the log-probability.
@@ -187,6 +192,32 @@ def test_tokens_beyond_the_list_have_the_actors_share(trainer, monkeypatch):
     assert unlisted == pytest.approx(1 - mass.mean().item(), abs=1e-6)
     assert 0.05 < unlisted < 0.6
     assert trainer._metrics["train"]["mismatch/ratio_mean"] == [pytest.approx(1.0, abs=0.1)]
+
+
+def test_the_guard_judges_what_is_followed(trainer, monkeypatch):
+    sample_with(trainer, monkeypatch, {"top_p": 0.9})
+    row = {name: values[-1] for name, values in trainer._metrics["train"].items() if values}
+    assert not trainer._guard.is_contradicted(row, training=True)
+    assert trainer._guard.is_contradicted(row | {"mismatch/kl_k3": 3.0}, training=True)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("in_float32", [True, False])
+def test_a_few_rows_of_the_head(bias, in_float32, monkeypatch):
+    """In parts of two tokens, under autocast, and none at all."""
+    monkeypatch.setattr(listed_tokens, "TOKENS_AT_ONCE", 2)
+    torch.manual_seed(0)
+    head, states = torch.nn.Linear(16, 30, bias=bias), torch.randn(5, 16)
+    ids = torch.stack([torch.randperm(30)[:4] for _ in states])
+    ids[1, 2:] = -1
+    with torch.autocast("cpu", torch.bfloat16):
+        found = listed_tokens.listed_logps(states, head, ids, 0.7, in_float32)
+        logits = head(states)
+        assert listed_tokens.listed_logps(states[:0], head, ids[:0], 0.7, in_float32).shape == (0,)
+    if in_float32:
+        logits = head(states)
+    listed = (logits.float() / 0.7).gather(1, ids.clamp(min=0)).masked_fill(ids < 0, -math.inf)
+    torch.testing.assert_close(found, listed.log_softmax(1)[:, 0], rtol=0, atol=1e-6)
 
 
 def trainer_with(model=None, distributed=None, sampling=None, **attributes):
