@@ -1,13 +1,17 @@
 """The policy's log-probabilities over the tokens that sampling settings leave: by brute force."""
 
+import copy
 import math
 from types import SimpleNamespace
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from support import losses
 from support.losses import ROWS, assert_close, gradients, our_loss
 from tiny import tiny_model, tiny_tokenizer
+from trl import GRPOTrainer
+from trl.trainer.utils import add_fused_lm_head
 
 from trl_qurl import QuRLGRPOTrainer, QuRLRLOOTrainer
 from trl_qurl.trainers import listed_tokens
@@ -179,7 +183,10 @@ def test_lists_as_the_engine_returns_them():
     mass = listed.listed_log_mass.exp()
     assert mass[0].tolist() == pytest.approx([0.6, 1.0, 0.5, 0.0])
     mask = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]).bool()
-    assert listed.unlisted_mass(mask).tolist() == pytest.approx([0.4, 2.0])
+    doubled = listed.metrics(mask, lambda sums: sums * torch.tensor([1.0, 2.0]))
+    assert doubled == {"mismatch/unlisted_mass": pytest.approx(0.4 / 4)}
+    empty = list_tokens([([], []), ([], [])], length=2, device=torch.device("cpu"))
+    assert empty.metrics(mask[:2, :2], lambda sums: sums) == {"mismatch/unlisted_mass": 0.0}
 
 
 def test_tokens_beyond_the_list_have_the_actors_share(trainer, monkeypatch):
@@ -220,8 +227,63 @@ def test_a_few_rows_of_the_head(bias, in_float32, monkeypatch):
     torch.testing.assert_close(found, listed.log_softmax(1)[:, 0], rtol=0, atol=1e-6)
 
 
+class OwnLoss(QuRLGRPOTrainer):
+    """Written after TRL's, without a call of the parent."""
+
+    def _compute_loss(self, model, inputs):
+        self.scored = losses.logps_of(self, inputs)
+        return self.scored.sum()
+
+
+class OwnPass(QuRLGRPOTrainer):
+    """A forward pass without a call of the parent."""
+
+    def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
+        return GRPOTrainer._get_per_token_logps_and_entropies(self, model, *args, **kwargs)
+
+
+@pytest.mark.parametrize("trainer", [QuRLGRPOTrainer], indirect=True)
+def test_a_loss_of_a_subclass_follows_and_a_pass_is_warned_of(trainer, monkeypatch):
+    monkeypatch.setattr(trainer, "__class__", OwnLoss)
+    batch = sample_with(trainer, monkeypatch, {"top_k": 5})
+    trainer.compute_loss(trainer.model, batch)
+    learned = batch["completion_mask"].bool()
+    torch.testing.assert_close(
+        trainer.scored[learned], batch["old_per_token_logps"][learned], rtol=0, atol=1e-5
+    )
+    monkeypatch.setattr(trainer, "__class__", OwnPass)
+    with pytest.warns(UserWarning, match="top_p=0.9: .*because OwnPass computes them itself"):
+        trainer._before_start()
+    assert trainer._listed_count == 0
+    monkeypatch.setattr(trainer, "__class__", QuRLGRPOTrainer)
+    trainer._before_start()
+    assert trainer._listed_count == MOST_LISTED
+
+
+def test_adapters_are_followed_and_a_pass_around_the_head_is_not_silent(trainer, monkeypatch):
+    batch = sample_with(trainer, monkeypatch, {"top_k": 5})
+    listed = ListedTokens(batch["listed_ids"], batch["listed_log_mass"])
+    settings = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
+    adapter = LoraConfig(init_lora_weights=False, task_type="CAUSAL_LM", **settings)
+    model = get_peft_model(copy.deepcopy(trainer.model), adapter)
+    # TRL's forward of the copy calls the original.
+    model.get_base_model().forward = type(trainer.model).forward.__get__(model.get_base_model())
+    outputs = ("log_probs", "entropy")
+    add_fused_lm_head(model.get_base_model(), trainer.temperature, outputs=outputs)
+    monkeypatch.setattr(trainer, "model", model)
+    with torch.no_grad(), renormalized(trainer, model, listed):
+        found = losses.logps_of(trainer, batch)
+    expected = brute_force(trainer, batch) + batch["listed_log_mass"]
+    learned = batch["completion_mask"].bool()
+    torch.testing.assert_close(found[learned], expected[learned], rtol=0, atol=1e-5)
+    around = pytest.raises(RuntimeError, match="went around TRL's fused head")
+    with around, renormalized(trainer, model, listed):
+        pass
+
+
 def trainer_with(model=None, distributed=None, sampling=None, **attributes):
     config = dict.fromkeys(("top_k", "top_p", "min_p", "temperature", "generation_kwargs"))
+    config["torch_compile"] = False
     plugin = SimpleNamespace(zero_stage=3) if distributed == "zero3" else None
     state = SimpleNamespace(
         deepspeed_plugin=plugin,
@@ -248,7 +310,9 @@ def trainer_with(model=None, distributed=None, sampling=None, **attributes):
     ids=str,
 )
 def test_how_many_tokens_are_listed(sampling, count, recwarn):
-    assert listed_count(trainer_with(**sampling)) == count
+    assert listed_count(trainer_with(**sampling), True) == count
+    small = tiny_model(vocab_size=12)
+    assert listed_count(trainer_with(small, **sampling), True) == min(count, 12)
     assert not recwarn
 
 
@@ -260,6 +324,7 @@ def test_how_many_tokens_are_listed(sampling, count, recwarn):
         ({"environment_factories": {None: vowels}}, "environment_factories may put"),
         ({"distributed": "fsdp"}, "the weights are sharded"),
         ({"distributed": "zero3"}, "the weights are sharded"),
+        ({"sampling": {"top_k": 20, "torch_compile": True}}, "a compiled model are not tried"),
         ({"model": SimpleNamespace(config=tiny_model().config)}, None),
     ],
     ids=lambda given: str(given)[:30],
@@ -271,5 +336,5 @@ def test_what_cannot_be_followed_is_warned_of(given, reason):
     with pytest.warns(
         UserWarning, match=rf"^top_k=20: .*{reason}.*too small.*Set top_k=0"
     ) as found:
-        assert listed_count(trainer_with(**given)) == 0
+        assert listed_count(trainer_with(**given), True) == 0
     assert len(found) == 1

@@ -6,13 +6,16 @@ Those that cut tokens are followed (`test_listed_tokens.py`).
 import json
 import warnings
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 from support.configs import PLAIN, SEVERAL_UPDATES, refusal
+from tiny import tiny_model, tiny_tokenizer
 from trl.experimental.gmpo import GMPOConfig
 
 from trl_qurl import QuRLGRPOConfig, QuRLPPOConfig, QuRLRLOOConfig
 from trl_qurl.config import QuantizedRolloutsConfig
+from trl_qurl.trainers.engine import QuantizedEngineMixin
 
 
 def warned(kind=QuRLGRPOConfig, **settings):
@@ -114,3 +117,11 @@ def test_a_config_without_an_objective_is_warned_as_well():
         """As a project of somebody else may have it."""
 
     assert warned(Other, repetition_penalty=1.1).startswith("repetition_penalty=1.1: ")
+
+
+def test_a_trainer_that_does_not_score_its_rollouts_does_not_follow():
+    args = QuRLGRPOConfig("out", **PLAIN | SEVERAL_UPDATES, top_p=0.9)
+    attributes = {"model": tiny_model(), "processing_class": tiny_tokenizer()}
+    trainer = SimpleNamespace(args=args, _scores_rollouts=False, **attributes)
+    with pytest.warns(UserWarning, match="top_p=0.9: .*because SimpleNamespace computes them"):
+        QuantizedEngineMixin._before_start(trainer)

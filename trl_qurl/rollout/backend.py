@@ -161,8 +161,8 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         if name == "adapter":
             cls, for_adapter = colocated.with_adapter(cls, adapter_rank(self.model))
         engine_kwargs = {"seed": self.rollout.seed, **for_adapter, **self.rollout.engine_kwargs}
-        if self.rollout.listed:  # may be more than vLLM allows by default
-            engine_kwargs.setdefault("max_logprobs", self.rollout.listed)
+        if 0 <= engine_kwargs.get("max_logprobs", 0) < self.rollout.listed:  # vLLM's default is 20
+            engine_kwargs["max_logprobs"] = self.rollout.listed
         number = self.accelerator.process_index // self.tensor_parallel_size
         self._noise = EngineNoise(engine_kwargs["seed"], number)
         arguments = {"model_impl": self.model_impl, **engine_kwargs}

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
+from trl import GRPOConfig, RLOOConfig
 
 from trl_qurl.rollout.ahead import AheadVLLMGeneration
 from trl_qurl.rollout.backend import QuantizedVLLMGeneration
@@ -36,6 +37,7 @@ from trl_qurl.trainers.callbacks import (
 from trl_qurl.trainers.checkpoints import CheckpointsMixin
 from trl_qurl.trainers.guard import MismatchGuard
 from trl_qurl.trainers.learning import LearningWatch, check_trainable
+from trl_qurl.trainers.listed_tokens import warn_of_cuts
 from trl_qurl.trainers.run_log import check_unused
 from trl_qurl.trainers.scoring import cap_of, scored_samples
 
@@ -140,6 +142,8 @@ class QuantizedEngineMixin(CheckpointsMixin):
     def _before_start(self) -> None:
         """Check the model, the tokenizer and the data, which TRL has loaded by now."""
         check_trainable(self.model, "The policy")
+        if not self._scores_rollouts and isinstance(self.args, GRPOConfig | RLOOConfig):
+            warn_of_cuts(self.args, f"{type(self).__name__} computes them itself")
         # A processor has a tokenizer.
         tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
         check_special_tokens(tokenizer, self.model.config.get_text_config().vocab_size)

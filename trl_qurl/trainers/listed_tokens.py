@@ -16,7 +16,7 @@ actor's share of the mass, 1 − m.
 """
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -52,33 +52,48 @@ class ListedTokens(NamedTuple):
     listed_ids: torch.Tensor  # (B, T, K) int32, the sampled token first; -1 for none
     listed_log_mass: torch.Tensor  # (B, T), log m, in nats
 
-    def unlisted_mass(self, mask: torch.Tensor) -> torch.Tensor:
-        """Return sums over the listed tokens of a mask, bool (B, T): of 1 − m, and their number."""
+    def metrics(
+        self, mask: torch.Tensor, sum_over_processes: Callable[[torch.Tensor], torch.Tensor]
+    ) -> dict[str, float]:
+        """Return the mean of 1 − m over the listed tokens of a mask, bool (B, T)."""
         is_listed = mask & (self.listed_ids[..., 0] >= 0)
-        return torch.stack([-self.listed_log_mass[is_listed].expm1().sum(), is_listed.sum()])
+        unlisted = -self.listed_log_mass[is_listed].expm1()
+        sums = torch.stack([unlisted.sum(), is_listed.sum()])
+        mass, tokens = sum_over_processes(sums).tolist()
+        return {"mismatch/unlisted_mass": mass / max(tokens, 1.0)}
 
 
-def listed_count(trainer: Any) -> int:
+def listed_count(trainer: Any, is_ours: bool) -> int:
     """Return how many tokens the engine lists at each position; 0 if the settings cut none.
 
-    Warns if the trainer cannot follow the settings.
+    Warns if the trainer cannot follow the settings. `is_ours` says whether its log-probabilities
+    are computed by trl-qurl.
     """
     cutting = cutting_settings(trainer.args)
     if not cutting:
         return 0
     obstacle = _obstacle(trainer)
+    if not is_ours:
+        obstacle = f"{type(trainer).__name__} computes them itself"
     if obstacle is not None:
-        named = ", ".join(f"{name}={value}" for name, value in cutting.items())
+        warn_of_cuts(trainer.args, obstacle)
+        return 0
+    vocabulary = plain_model(trainer.model).config.vocab_size
+    top_k = cutting.get("top_k", 0)
+    return min(top_k if top_k > 0 else MOST_LISTED, MOST_LISTED, vocabulary)
+
+
+def warn_of_cuts(args: Any, obstacle: str) -> None:
+    """Warn of the settings of a config that cut tokens, if there are any; say why it matters."""
+    named = ", ".join(f"{name}={value}" for name, value in cutting_settings(args).items())
+    if named:
         warnings.warn(
             f"{named}: the engine's log-probabilities account for this, but the trainer's cover "
             f"the whole vocabulary, because {obstacle}. The importance ratio is therefore too "
             "small, and the mismatch/* metrics and every correction are wrong. Set top_k=0, "
-            "top_p=1.0, min_p=None, also in generation_kwargs.",
+            "top_p=1.0, min_p=None, and no structured outputs, also in generation_kwargs.",
             stacklevel=2,
         )
-        return 0
-    top_k = cutting.get("top_k", 0)
-    return min(top_k, MOST_LISTED) if top_k > 0 else MOST_LISTED
 
 
 def _obstacle(trainer: Any) -> str | None:
@@ -86,6 +101,8 @@ def _obstacle(trainer: Any) -> str | None:
     for name in ("tools", "rollout_func", "environment_factories"):
         if getattr(trainer, name, None):
             return f"{name} may put a completion together from several answers"
+    if trainer.args.torch_compile:
+        return "hooks in a compiled model are not tried"
     backend = DistributedBackend(trainer.accelerator)
     if backend.is_fsdp or backend.is_zero3:
         return "the weights are sharded"
@@ -107,7 +124,7 @@ def listed_inputs(inputs: Mapping[str, torch.Tensor]) -> ListedTokens | None:
 
 def list_tokens(listings: Sequence[Listing], length: int, device: torch.device) -> ListedTokens:
     """Return the engine's lists of B completions as tensors, padded to `length` tokens."""
-    width = max((len(token) for _, ids in listings for token in ids), default=0)
+    width = max((len(token) for _, ids in listings for token in ids), default=1)
     listed_ids = torch.full((len(listings), length, width), -1, dtype=torch.int32)
     logps = torch.full((len(listings), length, width), -torch.inf)  # of the engine
     for i, (row_logps, row_ids) in enumerate(listings):
@@ -147,10 +164,11 @@ def renormalized(trainer: Any, model: Any, listed: ListedTokens | None) -> Itera
         states.append(output.last_hidden_state)
 
     def renormalize(module: Any, args: Any, output: Any) -> None:
-        hidden = states.pop()
+        device = output.log_probs.device  # of the head, if the model is split
+        hidden = states.pop().to(device)
         part = [next(rows) for _ in hidden]  # TRL scores a few completions at a time
-        ids = torch.stack([row_ids for row_ids, _ in part])  # (b, T, K)
-        log_mass = torch.stack([row_mass for _, row_mass in part])  # (b, T)
+        ids = torch.stack([row_ids for row_ids, _ in part]).to(device)  # (b, T, K)
+        log_mass = torch.stack([row_mass for _, row_mass in part]).to(device)  # (b, T)
         length = ids.size(1)
         is_listed = ids[..., 0] >= 0
         over_list = listed_logps(
@@ -173,6 +191,11 @@ def renormalized(trainer: Any, model: Any, listed: ListedTokens | None) -> Itera
     finally:
         for hook in hooks:
             hook.remove()
+    if next(rows, None) is not None:
+        raise RuntimeError(
+            "A forward pass went around TRL's fused head, so top_k, top_p, min_p and structured "
+            "outputs cannot be followed: leave them out."
+        )
 
 
 def listed_logps(
@@ -200,13 +223,14 @@ def _logps_of_part(
     states: torch.Tensor, ids: torch.Tensor, head: Any, temperature: float, in_float32: bool
 ) -> torch.Tensor:
     tokens, places = ids.clamp(min=0).unique(return_inverse=True)
-    bias = None if head.bias is None else head.bias[tokens]
     precision: AbstractContextManager[Any] = nullcontext()
     if in_float32:
         states = states.float()
         precision = torch.autocast(states.device.type, enabled=False)
+    weight = head.weight[tokens].to(states.dtype)
+    bias = None if head.bias is None else head.bias[tokens].to(states.dtype)
     with precision:
-        logits = F.linear(states, head.weight[tokens], bias)  # (N, tokens)
+        logits = F.linear(states, weight, bias)  # (N, tokens)
     listed = (logits.float() / temperature).gather(1, places)  # (N, K)
     listed = listed.masked_fill(ids < 0, -torch.inf)
     return listed[:, 0] - listed.logsumexp(1)

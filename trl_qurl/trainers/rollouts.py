@@ -33,16 +33,10 @@ from trl_qurl.rollout.backend import Tokens
 from trl_qurl.rollout.mismatch import MismatchTally
 from trl_qurl.rollout.prompts import check_room
 from trl_qurl.rollout.repairs.image_prompts import plain_prompts
+from trl_qurl.trainers import listed_tokens
 from trl_qurl.trainers.arguments import check_arguments
 from trl_qurl.trainers.dynamic_sampling import named_rewards
 from trl_qurl.trainers.engine import QuantizedEngineMixin
-from trl_qurl.trainers.listed_tokens import (
-    Listing,
-    list_tokens,
-    listed_count,
-    listed_inputs,
-    renormalized,
-)
 from trl_qurl.trainers.prompts import LongestPrompt, measure_prompts
 from trl_qurl.trainers.reference import load_reference, save_reference, warn_of_another_reference
 from trl_qurl.trainers.resuming import read_whole
@@ -88,7 +82,9 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
 
     def _before_start(self) -> None:
         super()._before_start()
-        self._listed_count = listed_count(self)
+        scores = type(self)._get_per_token_logps_and_entropies
+        is_ours = scores is GroupRolloutsMixin._get_per_token_logps_and_entropies
+        self._listed_count = listed_tokens.listed_count(self, is_ours)
         self._longest_prompt = measure_prompts(self)
         if self.args.vllm_mode == "colocate" and self.args.vllm_max_model_length:
             self._check_room(self.args.vllm_max_model_length)
@@ -158,16 +154,15 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
         if self._ahead is not None:
             is_training = self._mode == "train"
             self._ahead.upcoming = self._upcoming_prompts(inputs) if is_training else None
-        in_advance = PolicyPass(teaches_smoothing=not self._scores_in_update)
+        in_advance = PolicyPass(not self._scores_in_update, reads_lists=bool(self._listed_count))
         with self._watch_pass(in_advance):
             batch = super()._generate_and_score_completions(inputs)
         self._record({"time/logps_s": in_advance.seconds})
         self._complete_lists(in_advance, batch["completion_ids"].size(1))
         if in_advance.listed is not None:
             batch |= in_advance.listed._asdict()
-            mass = in_advance.listed.unlisted_mass(learned_tokens(batch))
-            unlisted, tokens = self._sum_over_processes(mass).tolist()
-            self._record({"mismatch/unlisted_mass": unlisted / max(tokens, 1.0)})
+            learned = learned_tokens(batch)
+            self._record(in_advance.listed.metrics(learned, self._sum_over_processes))
         batch |= self._missing_logps(in_advance.logps)
         if "old_per_token_logps" in batch and "sampling_per_token_logps" in batch:
             self._tally(batch, batch["old_per_token_logps"])
@@ -177,15 +172,16 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
             self._learning.observe({name: values[-1] for name, values in metrics.items() if values})
         return batch
 
-    def _listings(self) -> list[Listing]:
+    def _listings(self) -> list[listed_tokens.Listing]:
         """Return what the engine listed for each completion."""
         samples = self.vllm_generation.samples
         return list(zip(samples.behavior_logps, samples.behavior_ids or (), strict=True))
 
     def _complete_lists(self, watched: PolicyPass, length: int) -> None:
         """Give a pass the engine's lists for its completions, padded to this length."""
-        if self._listed_count and watched.listed is None:
-            watched.listed = list_tokens(self._listings(), length, self.accelerator.device)
+        if watched.reads_lists and watched.listed is None:
+            device = self.accelerator.device
+            watched.listed = listed_tokens.list_tokens(self._listings(), length, device)
 
     def _missing_logps(self, proximal_logps: torch.Tensor | None) -> Batch:
         """Return log-probabilities that TRL's trainer leaves out of its batch, as RLOO's does.
@@ -212,11 +208,11 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
     @contextmanager
     def _watch_pass(self, watched: PolicyPass) -> Iterator[None]:
         """Let `watched` see the forward passes inside the block."""
-        self._pass = watched
+        outer, self._pass = self._pass, watched
         try:
             yield
         finally:
-            self._pass = None
+            self._pass = outer
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -239,7 +235,7 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
         try:
             with (
                 self._watch_activations(teaches and is_training),
-                renormalized(self, model, watched.listed if watched else None),
+                listed_tokens.renormalized(self, model, watched.listed if watched else None),
             ):
                 logps, *others = super()._get_per_token_logps_and_entropies(
                     model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
@@ -256,12 +252,17 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
 
     # Learned from
 
+    def compute_loss(self, model: Any, inputs: Batch, *args: Any, **kwargs: Any) -> Any:
+        """Compute the loss, as the parent does; a loss of a subclass's own follows cuts as well."""
+        with self._watch_pass(PolicyPass(False, listed=listed_tokens.listed_inputs(inputs))):
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
     def _compute_loss(self, model: Any, inputs: Batch) -> torch.Tensor:
         """Compute TRL's loss on the objective's inputs, and record metrics of the update."""
         inputs = dict(inputs)
         # TRL's name for them. Below, it holds the denominator of the clipped ratio.
         proximal_logps = inputs.get("old_per_token_logps")
-        in_loss = PolicyPass(False, inputs=inputs, listed=listed_inputs(inputs))
+        in_loss = PolicyPass(False, inputs, listed=listed_tokens.listed_inputs(inputs))
         if proximal_logps is None:
             in_loss.teaches_smoothing = True
             in_loss.completes_inputs = True

@@ -41,6 +41,11 @@ SHAPE = (
     "gradient_accumulation_steps",
     "beta",
     "vllm_importance_sampling_correction",
+    "top_k",
+    "top_p",
+    "min_p",
+    "vllm_structured_outputs_regex",
+    "generation_kwargs",
 )
 """Settings that decide what a rollout's batches hold, and which of them comes next."""
 

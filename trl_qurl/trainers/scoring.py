@@ -31,7 +31,8 @@ class PolicyPass:
     inputs: Batch | None = None  # of TRL's loss, if the passes are inside it
     completes_inputs: bool = False  # whether the first completes them
     logps: torch.Tensor | None = None  # of the first, (B, T), without gradient
-    listed: ListedTokens | None = None  # of the completions, once it is needed
+    listed: ListedTokens | None = None  # of the completions
+    reads_lists: bool = False  # whether these are the engine's latest, read when they are needed
     seconds: float = 0.0
 
 
