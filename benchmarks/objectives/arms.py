@@ -312,6 +312,7 @@ def _one_update(name: str, rate: float) -> Experiment:
         Arm("bf16", None, plain, **common),
         Arm("bf16_again", None, plain, seed_offset=1000, **common),
         Arm("int8_default", "int8", {"smooth_activations": None, **changed}, **common),
+        Arm("int8_naive", "int8", {"smooth_activations": None, **plain}, **common),
     ]
     arms += [
         Arm(f"int3_{objective}", "int3", {**changed, "objective": objective}, **common)

@@ -101,6 +101,7 @@ CONTRASTS: dict[str, list[tuple[str, str]]] = {
     "one_update": [
         *((arm, "bf16") for arm in ("bf16_again", "int8_default", "int3_naive", "int3_tis")),
         ("int3_tis", "int3_naive"),
+        ("int8_default", "int8_naive"),
     ],
     "centering": [
         *((f"{scheme}_centered", f"{scheme}_tis") for scheme in ("int3", "int4")),
