@@ -324,7 +324,7 @@ def test_how_many_tokens_are_listed(sampling, count, recwarn):
         ({"environment_factories": {None: vowels}}, "environment_factories may put"),
         ({"distributed": "fsdp"}, "the weights are sharded"),
         ({"distributed": "zero3"}, "the weights are sharded"),
-        ({"sampling": {"top_k": 20, "torch_compile": True}}, "a compiled model are not tried"),
+        ({"sampling": {"top_k": 20, "torch_compile": True}}, "tried it with torch_compile"),
         ({"model": SimpleNamespace(config=tiny_model().config)}, None),
     ],
     ids=lambda given: str(given)[:30],

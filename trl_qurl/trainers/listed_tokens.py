@@ -4,8 +4,8 @@ The engine samples token y from the set S that these settings leave, and reports
 
     log q_S(y) = log q(y) − log Σ_{v ∈ S} q(v)
 
-The policy's log-probability is over the whole vocabulary, so that the importance ratio would be too
-small by the mass of S. The engine therefore lists its likeliest tokens L at each position, those
+Over the whole vocabulary, the policy's log-probability would be too small by the mass of S, and the
+importance ratio with it. The engine therefore lists its likeliest tokens L at each position, those
 outside S with -inf, and the policy's log-probability becomes
 
     log p_S(y) = z_y − log Σ_{v ∈ L} exp(z_v) + log m,    m = Σ_{v ∈ L} q_S(v)
@@ -30,7 +30,7 @@ from trl_qurl.quantization.checkpoint_form import plain_model
 from trl_qurl.rollout.mismatch import valid_logps
 
 MOST_LISTED = 64  # tokens per position; vLLM returns as many log-probabilities
-TOKENS_AT_ONCE = 1024  # whose logits are in memory at the same time
+TOKENS_AT_ONCE = 1024  # to compute logits for
 # Settings of transformers' models that change what the head computes.
 AFTER_HEAD = (
     "final_logit_softcapping",
@@ -79,8 +79,8 @@ def listed_count(trainer: Any, is_ours: bool) -> int:
         warn_of_cuts(trainer.args, obstacle)
         return 0
     vocabulary = plain_model(trainer.model).config.vocab_size
-    top_k = cutting.get("top_k", 0)
-    return min(top_k if top_k > 0 else MOST_LISTED, MOST_LISTED, vocabulary)
+    kept = cutting.get("top_k", MOST_LISTED)
+    return min(kept, MOST_LISTED, vocabulary)
 
 
 def warn_of_cuts(args: Any, obstacle: str) -> None:
@@ -102,7 +102,7 @@ def _obstacle(trainer: Any) -> str | None:
         if getattr(trainer, name, None):
             return f"{name} may put a completion together from several answers"
     if trainer.args.torch_compile:
-        return "hooks in a compiled model are not tried"
+        return "nobody has tried it with torch_compile"
     backend = DistributedBackend(trainer.accelerator)
     if backend.is_fsdp or backend.is_zero3:
         return "the weights are sharded"
@@ -212,7 +212,7 @@ def listed_logps(
     """
     parts = zip(states.split(TOKENS_AT_ONCE), ids.split(TOKENS_AT_ONCE), strict=True)
     found = [
-        # To keep the logits for the gradient would take more memory than the model's own.
+        # Computed again for the gradient: TRL's fused head keeps no logits either.
         checkpoint(_logps_of_part, *part, head, temperature, in_float32, use_reentrant=False)
         for part in parts
     ]
