@@ -253,7 +253,7 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
     # Learned from
 
     def compute_loss(self, model: Any, inputs: Batch, *args: Any, **kwargs: Any) -> Any:
-        """Compute the loss as the parent does. A subclass with another loss scores over lists, too."""
+        """Compute the loss as the parent does; over the listed tokens in any subclass, too."""
         with self._watch_pass(PolicyPass(False, listed=listed_tokens.listed_inputs(inputs))):
             return super().compute_loss(model, inputs, *args, **kwargs)
 
