@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from support import losses
 from support.losses import ROWS, assert_close, gradients, our_loss
-from tiny import tiny_model, tiny_tokenizer
+from tiny import ENGINE, tiny_model, tiny_tokenizer
 from trl import GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
@@ -57,9 +57,9 @@ def trainer(request, tmp_path_factory):
     """With a reference model; it lists as many tokens as any setting needs."""
     start = save_sharp(tmp_path_factory.mktemp("start"))
     directory = tmp_path_factory.mktemp("out")
-    trainer = losses.build(
-        request.param, directory, start, vowels, top_p=0.9, beta=0.1, temperature=1.2
-    )
+    settings = {"top_p": 0.9, "beta": 0.1, "temperature": 1.2}
+    settings["vllm_engine_kwargs"] = ENGINE | {"max_logprobs": 5}  # too few
+    trainer = losses.build(request.param, directory, start, vowels, **settings)
     trainer.current_gradient_accumulation_steps = 1
     return trainer
 
@@ -251,6 +251,9 @@ def test_a_loss_of_a_subclass_follows_and_a_pass_is_warned_of(trainer, monkeypat
     torch.testing.assert_close(
         trainer.scored[learned], batch["old_per_token_logps"][learned], rtol=0, atol=1e-5
     )
+    without = {name: part for name, part in batch.items() if not name.startswith("listed_")}
+    trainer.compute_loss(trainer.model, without)  # of a checkpoint from before there were lists
+    assert (trainer.scored - batch["old_per_token_logps"])[learned].abs().max() > 0.1
     monkeypatch.setattr(trainer, "__class__", OwnPass)
     with pytest.warns(UserWarning, match="top_p=0.9: .*because OwnPass computes them itself"):
         trainer._before_start()

@@ -238,6 +238,11 @@ def test_a_state_loads_onto_the_device_of_one_process_among_several(tmp_path):
         "gradient_accumulation_steps",
         "beta",
         "vllm_importance_sampling_correction",
+        "top_k",
+        "top_p",
+        "min_p",
+        "vllm_structured_outputs_regex",
+        "generation_kwargs",
     ],
 )
 def test_a_rollout_of_another_shape_is_dropped_with_one_line(name, tmp_path, caplog):
