@@ -235,6 +235,15 @@ class OwnLoss(QuRLGRPOTrainer):
         return self.scored.sum()
 
 
+class AnotherTerm(QuRLGRPOTrainer):
+    """The parent's loss, and a term from another pass."""
+
+    def _compute_loss(self, model, inputs):
+        loss = super()._compute_loss(model, inputs)
+        self.scored = losses.logps_of(self, inputs)
+        return loss + 0.1 * self.scored.mean()
+
+
 class OwnPass(QuRLGRPOTrainer):
     """A forward pass without a call of the parent."""
 
@@ -246,11 +255,14 @@ class OwnPass(QuRLGRPOTrainer):
 def test_a_loss_of_a_subclass_follows_and_a_pass_is_warned_of(trainer, monkeypatch):
     monkeypatch.setattr(trainer, "__class__", OwnLoss)
     batch = sample_with(trainer, monkeypatch, {"top_k": 5})
-    trainer.compute_loss(trainer.model, batch)
+    batch["num_items_in_batch"] = batch["completion_mask"].sum()
     learned = batch["completion_mask"].bool()
-    torch.testing.assert_close(
-        trainer.scored[learned], batch["old_per_token_logps"][learned], rtol=0, atol=1e-5
-    )
+    for kind in (AnotherTerm, OwnLoss):
+        monkeypatch.setattr(trainer, "__class__", kind)
+        trainer.compute_loss(trainer.model, batch)
+        torch.testing.assert_close(
+            trainer.scored[learned], batch["old_per_token_logps"][learned], rtol=0, atol=1e-5
+        )
     without = {name: part for name, part in batch.items() if not name.startswith("listed_")}
     trainer.compute_loss(trainer.model, without)  # of a checkpoint from before there were lists
     assert (trainer.scored - batch["old_per_token_logps"])[learned].abs().max() > 0.1
