@@ -2,10 +2,12 @@
 
     python benchmarks/real_model.py MODEL      # every missing run, one after the other
     python benchmarks/real_model.py MODEL --arms int8_acr --seeds 0
+    python benchmarks/real_model.py MODEL --arms bf16 int8_acr --updates 1
     python -m benchmarks.real_model_tables     # results so far
 
-Each run has its own process and writes a short log to `benchmarks/results/real_model/TASK/`.
-Existing logs are skipped, so an interrupted study resumes at the first missing run.
+Each run has its own process and writes a short log to `benchmarks/results/real_model/TASK/`, or
+`TASK-1-update/` with `--updates 1`. Existing logs are skipped, so an interrupted study resumes at
+the first missing run.
 """
 
 import argparse
@@ -45,6 +47,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "int8_merged_adapter": {"objective": "acr", LORA: True, RATE: 20.0},
     "int8_rounded_base": {"objective": "acr", "round_base": True, LORA: True, RATE: 20.0},
     "bf16_triple_rate": {**BF16, RATE: 3.0},
+    "int8_triple_rate": {RATE: 3.0},
     # Before training: what a format does to the answers.
     "bf16_untrained": {**BF16, RATE: 0.0},
     "int8_untrained": {RATE: 0.0},
@@ -57,7 +60,7 @@ ARMS: dict[str, dict[str, Any]] = {
     },
 }
 ROLLOUTS = 40
-UPDATES = 4  # per rollout, in every task
+UPDATES = 4  # per rollout, unless the command says otherwise
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -75,14 +78,22 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--rollouts", type=int, default=ROLLOUTS)
+    parser.add_argument(
+        "--updates",
+        type=int,
+        choices=(1, UPDATES),
+        default=UPDATES,
+        help="updates per rollout (default: %(default)s)",
+    )
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--one", nargs=2, metavar=("ARM", "SEED"), help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if not (Path(args.model) / "config.json").is_file():
         parser.error(f"{args.model} is not the directory of a model: it has no config.json.")
-    directory = args.output / args.task
+    directory = args.output / runs_of(args.task, args.updates)
     if args.one:
-        train(args.model, args.task, args.one[0], int(args.one[1]), args.rollouts, directory)
+        arm, seed = args.one[0], int(args.one[1])
+        train(args.model, args.task, arm, seed, args.rollouts, args.updates, directory)
         return 0
     from benchmarks.provenance import require_exact_int8
 
@@ -95,6 +106,11 @@ def main(argv: list[str] | None = None) -> int:
         if not place(directory, arm, seed).exists()
     ]
     return sum(not run_child(arm, seed) for arm, seed in missing)
+
+
+def runs_of(task: str, updates: int) -> str:
+    """Return the name of the directory with the logs of a task."""
+    return task if updates == UPDATES else f"{task}-{updates}-update"
 
 
 def place(directory: Path, arm: str, seed: int) -> Path:
@@ -118,7 +134,9 @@ def run_child(arm: str, seed: int) -> bool:
     return done.returncode == 0
 
 
-def train(model: str, task_name: str, arm: str, seed: int, rollouts: int, output: Path) -> None:
+def train(
+    model: str, task_name: str, arm: str, seed: int, rollouts: int, updates: int, output: Path
+) -> None:
     """Train one arm with one seed, and keep its short log."""
     sys.path.insert(0, str(ROOT))
     import torch
@@ -159,7 +177,8 @@ def train(model: str, task_name: str, arm: str, seed: int, rollouts: int, output
     found = provenance(torch.device("cpu"), measured="trl_qurl")
     with tempfile.TemporaryDirectory() as directory:
         noise = seed + settings.pop(OTHER_SEEDS, 0)
-        config = QuRLGRPOConfig(directory, seed=noise, **training_settings(rollouts), **settings)
+        shared = training_settings(rollouts, updates)
+        config = QuRLGRPOConfig(directory, seed=noise, **shared, **settings)
         prompts, answers = zip(*task.learned, strict=True)
         data = Dataset.from_dict({"prompt": list(prompts), "answer": list(answers)})
         trainer = QuRLGRPOTrainer(
@@ -180,6 +199,7 @@ def train(model: str, task_name: str, arm: str, seed: int, rollouts: int, output
         "seed",
         "quantization_ignore",
         "per_device_train_batch_size",
+        "steps_per_generation",
     )
     kept: dict[str, Any] = {name: getattr(config, name) for name in names}
     kept |= {
@@ -193,16 +213,16 @@ def train(model: str, task_name: str, arm: str, seed: int, rollouts: int, output
     write_short_log(kept, rows, place(output, arm, seed))
 
 
-def training_settings(rollouts: int) -> dict[str, Any]:
-    """Return what all arms share: four updates per rollout of 32 completions."""
+def training_settings(rollouts: int, updates: int) -> dict[str, Any]:
+    """Return what all arms share: rollouts of 32 completions, in as many batches as updates."""
     from trl_qurl.lab.device import cpu_settings
 
     return {
         "num_generations": 8,
-        "steps_per_generation": UPDATES,
-        "per_device_train_batch_size": 32 // UPDATES,
-        "max_steps": rollouts * UPDATES,
-        "logging_steps": UPDATES,
+        "steps_per_generation": updates,
+        "per_device_train_batch_size": 32 // updates,
+        "max_steps": rollouts * updates,
+        "logging_steps": updates,
         "lr_scheduler_type": "constant",
         "gradient_checkpointing": False,  # it only slows down small policies
         "model_init_kwargs": {"dtype": "float32"},

@@ -6,6 +6,7 @@ python -m benchmarks.real_model_tables --picture docs/images/real-model.png
 
 import argparse
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import fmean as mean
 from statistics import median
@@ -25,7 +26,7 @@ from benchmarks.objectives.summary import (
     stated,
     stated_difference,
 )
-from benchmarks.real_model import ARMS, RESULTS, UPDATES
+from benchmarks.real_model import ARMS, RESULTS, UPDATES, runs_of
 from trl_qurl.lab.curves import Panel, Points, draw
 from trl_qurl.lab.mismatch.table import HARMLESS
 from trl_qurl.lab.runs import Run
@@ -65,6 +66,9 @@ def main() -> None:
     )
     parser.add_argument("--task", choices=TASKS, default="arithmetic", help="default: arithmetic")
     parser.add_argument(
+        "--updates", type=int, choices=(1, UPDATES), default=UPDATES, help="per rollout"
+    )
+    parser.add_argument(
         "--runs", type=Path, default=RESULTS, help="directory that real_model.py wrote to"
     )
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw instead")
@@ -74,7 +78,7 @@ def main() -> None:
         help="draw the reward by time, too: for runs on idle cores",
     )
     args = parser.parse_args()
-    arms = read_arms(args.runs / args.task, list(ARMS))
+    arms = read_arms(args.runs / runs_of(args.task, args.updates), list(ARMS))
     if args.picture:
         draw_arms(arms, args.picture, args.by_time)
     else:
@@ -105,7 +109,7 @@ def arm_table(arms: Arms) -> str:
                 f"{max(row['mismatch/ratio_max'] for row in every):.1f}",
                 f"{max(row['mismatch/capped_share'] for row in every):.2%}",
                 f"{min(row['mismatch/ess'] for row in every):.2f}",
-                f"{median(map(seconds, every)):.1f}",
+                f"{median_seconds(runs):.1f}",
             )
         )
     return markdown((*headings, "largest ρ", "ρ > C at most", "least ESS", "s of a rollout"), lines)
@@ -116,13 +120,15 @@ def rollouts(run: Run) -> list[dict[str, Any]]:
     return [row for row in run.rows if "mismatch/kl_k3" in row]
 
 
-def seconds(row: dict[str, Any]) -> float:
-    """Add up generation, sync, scoring and updates of one rollout."""
-    return (
+def median_seconds(runs: Iterable[Run]) -> float:
+    """Return the median time of a rollout: generation, sync, scoring and updates."""
+    return median(
         row["time/generate_s"]
         + row["time/sync_s"]
         + row["time/logps_s"]
-        + UPDATES * row["time/update_s"]
+        + run.settings.get("steps_per_generation", UPDATES) * row["time/update_s"]
+        for run in runs
+        for row in rollouts(run)
     )
 
 
@@ -166,7 +172,7 @@ def draw_arms(arms: Arms, path: Path, by_time: bool) -> None:
         timed = {}
         for label, runs in shown.items():
             # The median rollout, because other work on the machine slowed down some.
-            minutes = median(seconds(row) for run in runs for row in rollouts(run)) / 60
+            minutes = median_seconds(runs) / 60
             timed[label] = [
                 Points(minutes * points.rollouts, points.values) for points in rewards[label]
             ]
