@@ -130,6 +130,35 @@ def test_the_gradient_is_that_of_brute_force(trainer, monkeypatch):
     assert_close(of_ours, gradients(trainer, (weights * theirs)[learned].sum()), 1e-3, 1e-5)
 
 
+def test_the_head_is_read_before_it_is_split_again(trainer, monkeypatch):
+    """As FSDP2 does when the forward pass of the outermost module has ended."""
+    batch = sample_with(trainer, monkeypatch, {"top_k": 5})
+    head = trainer.model.lm_head
+    whole = head.weight
+
+    def join(*args):
+        head.weight = whole
+
+    def split(*args):
+        head.weight = torch.nn.Parameter(whole[:3].detach())
+
+    hooks = [
+        trainer.model.register_forward_pre_hook(join),
+        trainer.model.register_forward_hook(split),
+    ]
+    listed = ListedTokens(batch["listed_ids"], batch["listed_log_mass"])
+    try:
+        with torch.no_grad(), renormalized(trainer, trainer.model, listed):
+            found = losses.logps_of(trainer, batch)
+    finally:
+        join()
+        for hook in hooks:
+            hook.remove()
+    expected = brute_force(trainer, batch) + batch["listed_log_mass"]
+    learned = batch["completion_mask"].bool()
+    torch.testing.assert_close(found[learned], expected[learned], rtol=0, atol=1e-5)
+
+
 # RLOO scores in advance, and its loss is of whole completions.
 @pytest.mark.parametrize("trainer", [QuRLGRPOTrainer], indirect=True)
 def test_a_loss_that_scores_its_own_rollout_follows_the_cuts(trainer, monkeypatch):
@@ -296,14 +325,11 @@ def test_adapters_are_followed_and_a_pass_around_the_head_is_not_silent(trainer,
         pass
 
 
-def trainer_with(model=None, distributed=None, sampling=None, **attributes):
+def trainer_with(model=None, zero_stage=None, sampling=None, **attributes):
     config = dict.fromkeys(("top_k", "top_p", "min_p", "temperature", "generation_kwargs"))
     config["torch_compile"] = False
-    plugin = SimpleNamespace(zero_stage=3) if distributed == "zero3" else None
-    state = SimpleNamespace(
-        deepspeed_plugin=plugin,
-        fsdp_plugin=SimpleNamespace(fsdp_version=2) if distributed == "fsdp" else None,
-    )
+    plugin = None if zero_stage is None else SimpleNamespace(zero_stage=zero_stage)
+    state = SimpleNamespace(deepspeed_plugin=plugin, fsdp_plugin=None)
     return SimpleNamespace(
         args=SimpleNamespace(**config | (sampling or {"top_k": 20})),
         accelerator=SimpleNamespace(state=state),
@@ -337,8 +363,7 @@ def test_how_many_tokens_are_listed(sampling, count, recwarn):
         ({"tools": [vowels]}, "tools may put a completion together"),
         ({"rollout_func": vowels}, "rollout_func may put"),
         ({"environment_factories": {None: vowels}}, "environment_factories may put"),
-        ({"distributed": "fsdp"}, "the weights are sharded"),
-        ({"distributed": "zero3"}, "the weights are sharded"),
+        ({"zero_stage": 3}, "ZeRO-3 splits the head"),
         ({"sampling": {"top_k": 20, "torch_compile": True}}, "tried it with torch_compile"),
         ({"model": SimpleNamespace(config=tiny_model().config)}, None),
     ],

@@ -10,7 +10,14 @@ import pytest
 import torch
 from accelerate.commands.config.config_args import load_config_from_file
 from safetensors.torch import load_file
-from support.training import ADAPTER, MOVED, SAME, assert_metrics, assert_synced
+from support.training import (
+    ADAPTER,
+    MOVED,
+    SAME,
+    assert_metrics,
+    assert_synced,
+    metrics_by_step,
+)
 
 CONFIGS = Path(__file__).parents[1] / "examples" / "accelerate_configs"
 
@@ -21,6 +28,10 @@ needs_deepspeed = pytest.mark.skipif(
 
 # three rollouts of two updates each, every sync checked
 CHECKED = {"sync_check_interval": 1, "max_steps": 6}
+CUT = {"top_p": 0.9, "temperature": 0.7}
+ROUNDED = ADAPTER | {"round_base": True}
+SAVES = {"save_strategy": "steps", "save_steps": 1}
+SPLIT = ["colocated", "server", "colocated, adapter", "PPO"]
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +39,8 @@ def runs(train, run_scenario, int8_server, tmp_path_factory):
     """By name: record of a run with two processes, and what a fresh engine says of its last
     weights.
     """
+    from tiny import save_tiny  # which takes long to import
+
     directory = tmp_path_factory.mktemp("runs")
     (directory / "rollouts").mkdir()
     served = {
@@ -35,36 +48,53 @@ def runs(train, run_scenario, int8_server, tmp_path_factory):
         "vllm_server_base_url": int8_server.url,
         "rollout_checkpoint_dir": str(directory / "rollouts"),
     }
-
-    def arguments(name, config, *further):
-        return [
-            directory / "out",
+    kinds = {
+        "colocated": (CUT, ()),
+        "server": (served, ()),
+        "server, LoRA": (served, ("--lora",)),
+        "colocated, adapter": (ROUNDED, ("--lora",)),
+        "PPO": ({}, ("--ppo", "--model", save_tiny(directory / "model"))),
+    }
+    kinds |= {f"{name}, FSDP2": (kinds[name][0], (*kinds[name][1], "--fsdp2")) for name in SPLIT}
+    kinds["colocated, FSDP2"] = (CUT | SAVES, ("--fsdp2",))
+    runs = {
+        name: [
+            directory / f"out {name}",
             "--export",
             directory / name,
             "--config",
             json.dumps(CHECKED | config),
             *further,
         ]
-
-    records = train(
-        arguments("colocated", {}),
-        arguments("server", served),
-        arguments("server, LoRA", served, "--lora"),
-        arguments("colocated, adapter", ADAPTER | {"round_base": True}, "--lora"),
-        processes=2,
-    )
-    names = ["colocated", "server", "server, LoRA", "colocated, adapter"]
-    fresh = run_scenario("fresh_engine.py", *(directory / name for name in names))
+        for name, (config, further) in kinds.items()
+    }
+    # inside the second rollout
+    saved = directory / "out colocated, FSDP2" / "checkpoint-3"
+    runs["resumed, FSDP2"] = [*runs["colocated, FSDP2"], "--resume", saved]
+    records = dict(zip(runs, train(*runs.values(), processes=2), strict=True))
+    fresh = run_scenario("fresh_engine.py", *(directory / name for name in kinds))
     assert not [*(directory / "rollouts").glob("trl-qurl-*/[0-9]")], "rollout checkpoints were left"
-    return dict(zip(names, zip(records, fresh, strict=True), strict=True))
+    found = dict(zip(kinds, fresh, strict=True))
+    return {name: (record, found.get(name)) for name, record in records.items()}
 
 
 @pytest.mark.vllm
 @pytest.mark.xdist_group("server")
-@pytest.mark.parametrize("name", ["colocated", "server", "server, LoRA", "colocated, adapter"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "colocated",
+        "server",
+        "server, LoRA",
+        "colocated, adapter",
+        "PPO",
+        *(f"{name}, FSDP2" for name in SPLIT),
+    ],
+)
 def test_two_processes_train_what_the_engine_holds(name, runs):
     record, fresh = runs[name]
-    assert (record["processes"], record["distribution"]) == (2, "MULTI_CPU")
+    distribution = "FSDP" if "FSDP2" in name else "MULTI_CPU"
+    assert (record["processes"], record["distribution"]) == (2, distribution)
     # three rollouts, and one sync before and after
     assert record["weight_version"].endswith("-step6-sync5")
     rollouts = [row for row in record["history"] if "mismatch/kl_k3" in row]
@@ -72,8 +102,30 @@ def test_two_processes_train_what_the_engine_holds(name, runs):
     assert all(row["time/sync_check_s"] > 0 for row in rollouts), "a sync was not checked"
     assert_metrics(record["history"], "int8")
     assert_synced(record, fresh, lora="LoRA" in name or "adapter" in name)
-    engines = 2 if "colocated" in name else 1
+    assert record.get("critic_moved", True)
+    engines = 1 if "server" in name else 2
     assert record["probes"][:engines] == [pytest.approx(fresh, abs=SAME)] * engines
+
+
+@pytest.mark.vllm
+@pytest.mark.xdist_group("server")
+@pytest.mark.parametrize("name", SPLIT)
+def test_fsdp2_takes_the_steps_of_ddp(name, runs):
+    expected, found = (metrics_by_step(runs[kind][0]) for kind in (name, f"{name}, FSDP2"))
+    for step in (1, 2):  # what is sampled afterwards depends on the last bits of the weights
+        for metric in ("loss", "grad_norm", "mismatch/ratio_mean", "policy/approx_kl"):
+            value = expected[step].get(metric)
+            assert found[step].get(metric) == pytest.approx(value, rel=1e-3, abs=1e-5), metric
+    held = runs[f"{name}, FSDP2"][0]["held"]
+    assert held < 0.6 * runs[name][0]["held"], "the policy was not split"
+
+
+@pytest.mark.vllm
+@pytest.mark.xdist_group("server")
+def test_a_run_under_fsdp2_resumes_inside_a_rollout(runs):
+    names = ("resumed, FSDP2", "colocated, FSDP2")
+    resumed, uninterrupted = (metrics_by_step(runs[name][0]) for name in names)
+    assert resumed == uninterrupted
 
 
 @pytest.mark.vllm

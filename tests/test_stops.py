@@ -10,11 +10,13 @@ from safetensors.torch import load_file
 from support.disks import mounted
 from tiny import FAMILIES, MIXTURES, tiny_classifier, tiny_mixture, tiny_model
 from tiny_vision import tiny_vision_model
-from transformers import TrainerState
+from transformers import TrainerState, TrainingArguments
 
+from trl_qurl.trainers.checkpoints import CheckpointsMixin
 from trl_qurl.trainers.resuming import (
     check_complete,
     check_loaded,
+    check_split_weights,
     is_complete,
     last_complete_checkpoint,
     load_policy,
@@ -167,6 +169,20 @@ def test_a_resume_takes_the_last_complete_checkpoint_and_names_the_others(tmp_pa
     with pytest.raises(FileNotFoundError, match="checkpoint-3"):
         check_complete(tmp_path / "checkpoint-3")
     assert check_complete(tmp_path / "checkpoint-2") == tmp_path / "checkpoint-2"
+
+
+def test_fsdp_does_not_resume_from_a_model_alone(tmp_path):
+    class UnderFSDP(CheckpointsMixin):
+        is_fsdp_enabled = True
+        args = TrainingArguments(str(tmp_path))
+
+    for step in (1, 2):
+        complete(tmp_path / f"checkpoint-{step}")
+    (tmp_path / "checkpoint-1" / "pytorch_model_fsdp_0").mkdir()
+    for given in (True, tmp_path / "checkpoint-2"):
+        with pytest.raises(FileNotFoundError, match="checkpoint-2 has no .* save_only_model=True"):
+            UnderFSDP().train(given)
+    check_split_weights(tmp_path / "checkpoint-1")
 
 
 def test_without_a_complete_checkpoint_the_directory_is_named(tmp_path):

@@ -79,9 +79,13 @@ def letters(completions, **kwargs):
     ]
 
 
-def build(out, kind="GRPO", model=None, reward_funcs=letters, given=None, **settings):
-    """A trainer with the settings of all short runs and these."""
+def build(
+    out, kind="GRPO", model=None, reward_funcs=letters, given=None, split_by=None, **settings
+):
+    """A trainer with the settings of all short runs and these; `split_by` comes before its class."""
     trainer, config = KINDS[kind]
+    if split_by is not None:
+        trainer = type(trainer.__name__, (split_by, trainer), {})
     given = {"train_dataset": texts(), "processing_class": tiny_tokenizer()} | (given or {})
     model = tiny_model() if model is None else model
     return trainer(model, reward_funcs, config(str(out), **BASE | settings), **given)

@@ -19,12 +19,14 @@ import numpy
 import torch
 from accelerate.utils import gather_object
 from child import run_all
+from critics import turn_on_fsdp2
 from datasets import Dataset
 from delayed import delay, record_prompts
 from fresh_engine import answer
 from peft import LoraConfig, PeftModel
 from short_runs import build as build_trainer
 from tiny import KEPT, PROBE, tiny_model, tiny_tokenizer
+from torch.distributed.tensor import DTensor
 
 from trl_qurl.quantization import write_checkpoint
 from trl_qurl.quantization.merging import model_parameters
@@ -89,9 +91,10 @@ def export(trainer, directory):
             save_unquantized(trainer.model.get_base_model(), directory)
         else:
             trainer.save_quantized(directory)
+        model = whole_model(trainer)
         if trainer.accelerator.is_main_process:
             shutil.rmtree(directory / "adapter", ignore_errors=True)
-            trainer.model.save_pretrained(directory / "adapter")
+            model.save_pretrained(directory / "adapter")
         return
     model = whole_model(trainer)
     if not trainer.accelerator.is_main_process:
@@ -122,10 +125,9 @@ def whole_model(trainer):
     """
     if not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
         return trainer.model
-    whole = type(trainer.model)(trainer.model.config)
-    whole.load_state_dict(trainer.accelerator.get_state_dict(trainer.model_wrapped), strict=False)
-    whole.tie_weights()
-    return whole
+    unsplit = copy.deepcopy(trainer.unsplit)
+    unsplit.load_state_dict(trainer.accelerator.get_state_dict(trainer.model_wrapped), strict=False)
+    return unsplit
 
 
 def kill_before_generation(client, server):
@@ -153,6 +155,7 @@ FLAGS = (
     "save",  # the model to output_dir at the end
     "reseed",  # with a reward that seeds NumPy's and torch's generators
     "delayed",  # by one rollout, in the order of the run before
+    "fsdp2",  # policy and critic split over the processes
 )
 VALUES = (
     "lora-targets",
@@ -208,11 +211,28 @@ def build(options):
         reward = teaching(options.useless)
     given["train_dataset"] = Dataset.from_dict({"prompt": prompts})
     model = options.model or tiny_model(tie_word_embeddings=not options.untied)
-    return build_trainer(options.output_dir, kind, model, reward, given, **config)
+    split_by = UnderFSDP2 if options.fsdp2 else None
+    return build_trainer(options.output_dir, kind, model, reward, given, split_by, **config)
+
+
+class UnderFSDP2:
+    """Tells accelerate that FSDP2 is on, which it turns on for GPUs only; all that follows is its
+    own code.
+    """
+
+    def create_accelerator_and_postprocess(self):
+        super().create_accelerator_and_postprocess()
+        turn_on_fsdp2()
+        self.is_fsdp_enabled = True
 
 
 def copied(parameters):
-    return {name: p.detach().clone() for name, p in parameters}
+    return {name: whole(p).detach().clone() for name, p in parameters}
+
+
+def whole(parameter):
+    """A parameter, put together from the parts that the processes have."""
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
 def run(options):
@@ -235,6 +255,7 @@ def run(options):
     if options.delayed:
         delay(trainer, ORDERS[-1])
     ORDERS.append(record_prompts(trainer))
+    trainer.unsplit = copy.deepcopy(trainer.model)
     trainer.train(resume_from_checkpoint=options.resume)
 
     adapter = copied(p for p in trainer.model.named_parameters() if "lora_" in p[0])
@@ -242,7 +263,7 @@ def run(options):
     generation.sync_weights()
     parameters = dict(trainer.model.named_parameters())
     record["adapter_untouched"] = all(
-        torch.equal(parameters[name], before) for name, before in adapter.items()
+        torch.equal(whole(parameters[name]), before) for name, before in adapter.items()
     )
     record["probe_end"] = engine_logps(trainer)
     record["history"] = trainer.state.log_history
@@ -257,7 +278,8 @@ def run(options):
     if options.ppo:
         critic = [p for p in trainer.critic.model.named_parameters() if p[1].requires_grad]
         moved = [
-            not torch.equal(p, critic_start[name.removeprefix("module.")]) for name, p in critic
+            not torch.equal(whole(p), critic_start[name.removeprefix("module.")])
+            for name, p in critic
         ]
         record["critic_moved"] = all(moved) and bool(moved)
         record["sent_names"] = sorted(name for name, _ in policy())
@@ -268,6 +290,9 @@ def run(options):
         description = engine.describe()
         record["engine_dtype"] = description.dtype
         record["runner"] = description.runner
+    record["held"] = sum(
+        (p.to_local() if isinstance(p, DTensor) else p).numel() for p in trainer.model.parameters()
+    )
     record["processes"] = trainer.accelerator.num_processes
     record["distribution"] = str(trainer.accelerator.distributed_type.value)
     record["probes"] = gather_object([record["probe_end"]])

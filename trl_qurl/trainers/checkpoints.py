@@ -24,6 +24,7 @@ from trl_qurl.trainers.model_card import add_rollouts, quantized_card
 from trl_qurl.trainers.resuming import (
     check_complete,
     check_loaded,
+    check_split_weights,
     last_complete_checkpoint,
     load_policy,
     read_whole,
@@ -57,6 +58,8 @@ class CheckpointsMixin(TRLTrainer):
             resume_from_checkpoint = str(last_complete_checkpoint(self.args.output_dir))
         elif resume_from_checkpoint:
             resume_from_checkpoint = str(check_complete(resume_from_checkpoint))
+        if resume_from_checkpoint and self.is_fsdp_enabled:
+            check_split_weights(Path(resume_from_checkpoint))
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:

@@ -103,9 +103,8 @@ def _obstacle(trainer: Any) -> str | None:
             return f"{name} may put a completion together from several answers"
     if trainer.args.torch_compile:
         return "nobody has tried it with torch_compile"
-    backend = DistributedBackend(trainer.accelerator)
-    if backend.is_fsdp or backend.is_zero3:
-        return "the weights are sharded"
+    if DistributedBackend(trainer.accelerator).is_zero3:
+        return "ZeRO-3 splits the head"
     config = plain_model(trainer.model).config
     if config.get_text_config() is not config:
         return "the model takes images"
@@ -184,7 +183,8 @@ def renormalized(trainer: Any, model: Any, listed: ListedTokens | None) -> Itera
 
     hooks = [
         causal_model.base_model.register_forward_hook(keep_states),
-        causal_model.register_forward_hook(renormalize),
+        # before the hook of FSDP2, after which each process has only a part of the head
+        causal_model.register_forward_hook(renormalize, prepend=True),
     ]
     try:
         yield

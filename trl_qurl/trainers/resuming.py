@@ -14,6 +14,7 @@ from pathlib import Path
 from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import DistributedType, is_peft_model
+from accelerate.utils.constants import FSDP_MODEL_NAME
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
@@ -75,6 +76,15 @@ def check_complete(checkpoint: str | Path) -> Path:
             "the last complete one."
         )
     return checkpoint
+
+
+def check_split_weights(checkpoint: Path) -> None:
+    """Raise `FileNotFoundError` unless a checkpoint has the weights that FSDP resumes with."""
+    if not any(checkpoint.glob(f"{FSDP_MODEL_NAME}*")):
+        raise FileNotFoundError(
+            f"The checkpoint {checkpoint} has no {FSDP_MODEL_NAME}*, without which FSDP cannot "
+            "resume, as with save_only_model=True: begin a new run with that path as the model."
+        )
 
 
 def is_complete(checkpoint: Path) -> bool:
@@ -209,11 +219,14 @@ def check_loaded(
         for name, path in saved_adapters(model, directory):
             state = get_peft_model_state_dict(model, adapter_name=name)
             held = ((key, gathered(tensor)) for key, tensor in state.items())
-            stored = load_file(path / ADAPTER_FILE).items()
-            _compare(f"{what}'s adapter {name!r}", held, stored, path, is_reader)
+            saved = load_file(path / ADAPTER_FILE).items()
+            _compare(f"{what}'s adapter {name!r}", held, saved, path, is_reader)
     elif any(directory.glob("*.safetensors")):
         held = CheckpointForm(model, splits_experts=False).convert(model_parameters(model))
-        _compare(what, held, read_tensors(directory), directory, is_reader)
+        # Under FSDP2, transformers also writes the tied weights, which share another's tensor.
+        tied = model.all_tied_weights_keys
+        stored = (named for named in read_tensors(directory) if named[0] not in tied)
+        _compare(what, held, stored, directory, is_reader)
 
 
 def _compare(
