@@ -30,6 +30,7 @@ needs_deepspeed = pytest.mark.skipif(
 CHECKED = {"sync_check_interval": 1, "max_steps": 6}
 CUT = {"top_p": 0.9, "temperature": 0.7}
 ROUNDED = ADAPTER | {"round_base": True}
+CRITIC = ("critic/value_loss", "critic/grad_norm")
 SAVES = {"save_strategy": "steps", "save_steps": 1}
 SPLIT = ["colocated", "server", "colocated, adapter", "PPO"]
 
@@ -50,7 +51,7 @@ def runs(train, run_scenario, int8_server, tmp_path_factory):
     }
     kinds = {
         "colocated": (CUT, ()),
-        "server": (served, ()),
+        "server": (served, ("--request-seed", "1")),
         "server, LoRA": (served, ("--lora",)),
         "colocated, adapter": (ROUNDED, ("--lora",)),
         "PPO": ({}, ("--ppo", "--model", save_tiny(directory / "model"))),
@@ -111,13 +112,17 @@ def test_two_processes_train_what_the_engine_holds(name, runs):
 @pytest.mark.xdist_group("server")
 @pytest.mark.parametrize("name", SPLIT)
 def test_fsdp2_takes_the_steps_of_ddp(name, runs):
-    expected, found = (metrics_by_step(runs[kind][0]) for kind in (name, f"{name}, FSDP2"))
+    (ddp, _), (fsdp2, _) = runs[name], runs[f"{name}, FSDP2"]
+    assert_same_steps(fsdp2, ddp)
+    assert fsdp2["held"] < 0.6 * ddp["held"], "the policy was not split"
+
+
+def assert_same_steps(found, expected):
+    found, expected = metrics_by_step(found), metrics_by_step(expected)
     for step in (1, 2):  # what is sampled afterwards depends on the last bits of the weights
-        for metric in ("loss", "grad_norm", "mismatch/ratio_mean", "policy/approx_kl"):
+        for metric in ("loss", "grad_norm", "mismatch/ratio_mean", "policy/approx_kl", *CRITIC):
             value = expected[step].get(metric)
             assert found[step].get(metric) == pytest.approx(value, rel=1e-3, abs=1e-5), metric
-    held = runs[f"{name}, FSDP2"][0]["held"]
-    assert held < 0.6 * runs[name][0]["held"], "the policy was not split"
 
 
 @pytest.mark.vllm
@@ -126,6 +131,21 @@ def test_a_run_under_fsdp2_resumes_inside_a_rollout(runs):
     names = ("resumed, FSDP2", "colocated, FSDP2")
     resumed, uninterrupted = (metrics_by_step(runs[name][0]) for name in names)
     assert resumed == uninterrupted
+
+
+@needs_deepspeed
+@pytest.mark.vllm
+@pytest.mark.xdist_group("server")
+def test_zero3_takes_the_steps_of_ddp_and_resumes(runs, run_scenario, tmp_path):
+    model = runs["PPO"][0]["model"]
+    config = json.dumps(CHECKED | SAVES)
+    whole = [tmp_path / "out", "--ppo", "--zero3", "--model", model, "--config", config]
+    resumed = [*whole, "--resume", tmp_path / "out" / "checkpoint-3"]
+    records = run_scenario("train.py", *whole, "--and", *resumed, processes=2, DS_ACCELERATOR="cpu")
+    assert records[0]["distribution"] == "DEEPSPEED"
+    assert_same_steps(records[0], runs["PPO"][0])
+    assert records[0]["held"] == 0, "the policy was not split"
+    assert metrics_by_step(records[1]) == metrics_by_step(records[0])
 
 
 @pytest.mark.vllm

@@ -5,6 +5,7 @@ rollout.
 import pytest
 import torch
 from accelerate import PartialState
+from accelerate.utils import DistributedType
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from support.disks import mounted
@@ -13,6 +14,7 @@ from tiny_vision import tiny_vision_model
 from transformers import TrainerState, TrainingArguments
 
 from trl_qurl.trainers.checkpoints import CheckpointsMixin
+from trl_qurl.trainers.critic import STATE_DIRECTORY, Critic
 from trl_qurl.trainers.resuming import (
     check_complete,
     check_loaded,
@@ -141,6 +143,23 @@ def test_a_value_that_differs_by_one_bit_is_named(tmp_path):
         model.model.norm.weight[3] = torch.nextafter(model.model.norm.weight[3], torch.tensor(9.0))
     with pytest.raises(RuntimeError, match="model.norm.weight"):
         check_loaded("policy", model, tmp_path)
+
+
+def test_deepspeed_is_not_told_where_to_load_a_critic(tmp_path):
+    """It refuses the argument. `test_processes.py` needs DeepSpeed."""
+    loaded = []
+
+    class DeepSpeed:
+        distributed_type = DistributedType.DEEPSPEED
+
+        def load_state(self, path):
+            loaded.append(path)
+
+    critic = Critic.__new__(Critic)
+    critic.accelerator = DeepSpeed()
+    (tmp_path / STATE_DIRECTORY).mkdir()
+    critic.load_state(tmp_path)
+    assert loaded == [str(tmp_path / STATE_DIRECTORY)]
 
 
 # Complete and incomplete checkpoints

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from child import print_record
+from splits import turn_on_fsdp2
 from tiny import tiny_classifier, tiny_tokenizer
 from torch.distributed.tensor import DTensor
 from trl.trainer.utils import disable_dropout_in_model
@@ -22,15 +21,6 @@ from trl_qurl import QuRLPPOConfig
 from trl_qurl.trainers.critic import Critic
 
 B, P, T, STEPS = 4, 3, 5, 3
-
-
-def turn_on_fsdp2():
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2, auto_wrap_policy="transformer_based_wrap"
-    )
-    for state in (PartialState, AcceleratorState):
-        state._shared_state["distributed_type"] = DistributedType.FSDP
-    AcceleratorState._shared_state["fsdp_plugin"] = plugin
 
 
 def main(directory, *options):

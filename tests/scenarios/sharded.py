@@ -12,7 +12,8 @@ import torch
 import train
 from accelerate.utils import gather_object
 from child import run_all
-from tiny import KEPT, tiny_model
+from tiny import KEPT
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 
 def split_by_fsdp2(model, generation):
@@ -73,14 +74,15 @@ def run(options: argparse.Namespace) -> dict:
     if trainer.accelerator.is_main_process:
         train.export(trainer, options.export)
     trainer.accelerator.wait_for_everyone()
+    whole = sum(parameter.numel() for parameter in trainer.model.parameters())
     {"fsdp2": split_by_fsdp2, "zero3": split_by_zero3}[options.way](trainer.model, generation)
     held = sum(
         parameter.numel() if options.way == "zero3" else parameter.to_local().numel()
         for parameter in trainer.model.parameters()
     )
-    whole = sum(parameter.numel() for parameter in tiny_model().parameters())
     generation.sync_weights()
     trainer.save_quantized(f"{options.export}-saved")
+    unset_hf_deepspeed_config()  # else the next model is split from its start
     return {
         "before": before,
         "after": gather_object([train.engine_logps(trainer)]),

@@ -19,12 +19,12 @@ import numpy
 import torch
 from accelerate.utils import gather_object
 from child import run_all
-from critics import turn_on_fsdp2
 from datasets import Dataset
 from delayed import delay, record_prompts
 from fresh_engine import answer
 from peft import LoraConfig, PeftModel
 from short_runs import build as build_trainer
+from splits import ZERO3, UnderFSDP2, UnderZeRO3
 from tiny import KEPT, PROBE, tiny_model, tiny_tokenizer
 from torch.distributed.tensor import DTensor
 
@@ -156,6 +156,7 @@ FLAGS = (
     "reseed",  # with a reward that seeds NumPy's and torch's generators
     "delayed",  # by one rollout, in the order of the run before
     "fsdp2",  # policy and critic split over the processes
+    "zero3",
 )
 VALUES = (
     "lora-targets",
@@ -212,18 +213,14 @@ def build(options):
     given["train_dataset"] = Dataset.from_dict({"prompt": prompts})
     model = options.model or tiny_model(tie_word_embeddings=not options.untied)
     split_by = UnderFSDP2 if options.fsdp2 else None
+    if options.zero3:
+        import deepspeed
+
+        # as accelerate does for GPUs, before the first model is loaded
+        deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
+        config["deepspeed"] = ZERO3
+        split_by = UnderZeRO3
     return build_trainer(options.output_dir, kind, model, reward, given, split_by, **config)
-
-
-class UnderFSDP2:
-    """Tells accelerate that FSDP2 is on, which it turns on for GPUs only; all that follows is its
-    own code.
-    """
-
-    def create_accelerator_and_postprocess(self):
-        super().create_accelerator_and_postprocess()
-        turn_on_fsdp2()
-        self.is_fsdp_enabled = True
 
 
 def copied(parameters):
@@ -293,6 +290,7 @@ def run(options):
     record["held"] = sum(
         (p.to_local() if isinstance(p, DTensor) else p).numel() for p in trainer.model.parameters()
     )
+    record["model"] = options.model
     record["processes"] = trainer.accelerator.num_processes
     record["distribution"] = str(trainer.accelerator.distributed_type.value)
     record["probes"] = gather_object([record["probe_end"]])

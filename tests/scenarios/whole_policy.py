@@ -2,7 +2,7 @@
 checkpoint left behind.
 
 No engine: transformers' own trainer with our saving. accelerate turns FSDP2 on for GPUs only, so it
-is told that it is on (`critics.py`); what splits the model, gathers it and writes it is
+is told that it is on (`splits.py`); what splits the model, gathers it and writes it is
 transformers' and accelerate's own code.
 """
 
@@ -13,8 +13,8 @@ from types import SimpleNamespace
 
 import torch
 from child import print_record
-from critics import turn_on_fsdp2
 from datasets import Dataset
+from splits import turn_on_fsdp2
 from tiny import tiny_model, tiny_tokenizer
 from transformers import Trainer, TrainingArguments
 

@@ -144,8 +144,10 @@ class Critic:
         missing = f"{checkpoint} has no {STATE_DIRECTORY}/ (save_only_model=True)"
         if state.is_dir():
             # Via the CPU: torch cannot load directly to "cpu:0", the device of processes in a
-            # distributed CPU run.
-            self.accelerator.load_state(str(state), map_location="cpu")
+            # distributed CPU run. DeepSpeed refuses the argument.
+            is_deepspeed = self.accelerator.distributed_type == DistributedType.DEEPSPEED
+            via = {} if is_deepspeed else {"map_location": "cpu"}
+            self.accelerator.load_state(str(state), **via)
         elif is_sharded(self.accelerator):
             way = f"start a new run with model={str(checkpoint)!r} and value_model={str(model)!r}"
             raise ValueError(f"{missing}, and a sharded critic cannot be loaded without it: {way}.")
