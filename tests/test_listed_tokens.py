@@ -341,12 +341,13 @@ def trainer_with(model=None, zero_stage=None, sampling=None, **attributes):
 @pytest.mark.parametrize(
     ("sampling", "count"),
     [
-        ({}, 20),
+        ({}, 28),  # with those that have the same logit as the twentieth
+        ({"sampling": {"top_k": 60}}, MOST_LISTED),
         ({"sampling": {"top_p": 1.0, "min_p": 0.0, "top_k": -1}}, 0),
         ({"sampling": {"top_p": 0.9}}, MOST_LISTED),
         ({"sampling": {"top_k": 500}}, MOST_LISTED),
-        ({"sampling": {"top_p": 0.9, "top_k": 3}}, 3),
-        ({"sampling": {"top_k": 3, "generation_kwargs": {"top_k": 9}}}, 9),
+        ({"sampling": {"top_p": 0.9, "top_k": 3}}, 11),
+        ({"sampling": {"top_k": 3, "generation_kwargs": {"top_k": 9}}}, 17),
     ],
     ids=str,
 )

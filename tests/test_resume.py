@@ -238,6 +238,8 @@ def test_a_state_loads_onto_the_device_of_one_process_among_several(tmp_path):
         "gradient_accumulation_steps",
         "beta",
         "vllm_importance_sampling_correction",
+        "temperature",
+        "cast_lm_head_to_fp32",
         "top_k",
         "top_p",
         "min_p",

@@ -32,7 +32,7 @@ def warned(kind=QuRLGRPOConfig, **settings):
 HARMLESS = [
     {},
     {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "temperature": 0.7},
-    {"generation_kwargs": {"top_k": -1, "min_p": None, "temperature": 1.0}},
+    {"generation_kwargs": {"top_k": -1, "min_p": 0, "temperature": 1.0}},
     {"generation_kwargs": {"presence_penalty": 0.0, "logit_bias": None, "bad_words": []}},
     {"generation_kwargs": {"include_stop_str_in_output": True, "ignore_eos": True}},
     {"top_k": 20, "min_p": 0.05, "top_p": 0.9},
@@ -92,6 +92,26 @@ def test_every_trainer_warns(kind):
 def test_parameters_that_cannot_work_are_refused(name, value, way_out):
     message = refusal(generation_kwargs={name: value})
     assert f"generation_kwargs sets {name}={value}" in message and way_out in message
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "requirement"),
+    [
+        ("top_k", 1, "makes all completions equal"),
+        ("top_k", None, "two tokens or more"),
+        ("top_k", "5", "two tokens or more"),
+        ("top_k", 5.0, "two tokens or more"),
+        ("top_k", True, "two tokens or more"),
+        ("top_p", 0.0, "a share above 0"),
+        ("min_p", 1.5, "in [0, 1]"),
+        ("temperature", 0, "positive and finite"),
+        ("repetition_penalty", None, "positive"),
+    ],
+)
+def test_a_parameter_that_replaces_a_setting_has_its_limits(name, value, requirement):
+    message = refusal(generation_kwargs={name: value})
+    assert message.startswith(f"generation_kwargs sets {name}={value!r}, but it must be ")
+    assert requirement in message
 
 
 @pytest.mark.parametrize("stops", [{"stop": ["\n"]}, {"stop_token_ids": [5]}])

@@ -8,7 +8,14 @@ from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-from trl_qurl.config.refusals import SAMPLING_PARAMETERS, UNFOLLOWED, Conflict, Number
+from trl_qurl.config.refusals import (
+    GROUP_NUMBERS,
+    NUMBERS,
+    SAMPLING_PARAMETERS,
+    UNFOLLOWED,
+    Conflict,
+    Number,
+)
 
 HARMLESS = (
     "stop",
@@ -130,6 +137,7 @@ def check_sampling(config: Any, stacklevel: int) -> None:
                 f"generation_kwargs sets {name}={value!r}, but {SAMPLING_PARAMETERS[name]}. "
                 "Remove it."
             )
+    _check_overrides(overrides)
     if overrides.get("stop") or overrides.get("stop_token_ids"):
         _check_ends(config)
     biasing = biasing_settings(config)
@@ -141,6 +149,18 @@ def check_sampling(config: Any, stacklevel: int) -> None:
             "and leave out the others. The temperature setting does no harm.",
             stacklevel=stacklevel + 1,
         )
+
+
+def _check_overrides(overrides: Mapping[str, Any]) -> None:
+    """Raise `ValueError` if a sampling parameter is not what the setting of its name must be."""
+    numbers = NUMBERS | GROUP_NUMBERS
+    for name in numbers.keys() & overrides.keys():
+        value, number = overrides[name], numbers[name]
+        kind = int if name == "top_k" else float
+        if not _accepts(kind, value) or not number.is_allowed(value):
+            raise ValueError(
+                f"generation_kwargs sets {name}={value!r}, but it must be {number.requirement}."
+            )
 
 
 def _check_ends(config: Any) -> None:

@@ -30,6 +30,9 @@ from trl_qurl.quantization.checkpoint_form import plain_model
 from trl_qurl.rollout.mismatch import valid_logps
 
 MOST_LISTED = 64  # tokens per position; vLLM returns as many log-probabilities
+# Beyond `top_k`: vLLM also leaves the tokens with the logit of the last one. In 16 bits up to seven
+# have it, with SmolLM2 and Gemma 3 at top_k=20.
+TIES = 8
 TOKENS_AT_ONCE = 1024  # to compute logits for
 # Settings of transformers' models that change what the head computes.
 AFTER_HEAD = (
@@ -79,7 +82,7 @@ def listed_count(trainer: Any, is_ours: bool) -> int:
         warn_of_cuts(trainer.args, obstacle)
         return 0
     vocabulary = plain_model(trainer.model).config.vocab_size
-    kept = cutting.get("top_k", MOST_LISTED)
+    kept = cutting["top_k"] + TIES if "top_k" in cutting else MOST_LISTED
     return min(kept, MOST_LISTED, vocabulary)
 
 

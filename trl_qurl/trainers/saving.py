@@ -41,13 +41,17 @@ SHAPE = (
     "gradient_accumulation_steps",
     "beta",
     "vllm_importance_sampling_correction",
+    "temperature",
+    "cast_lm_head_to_fp32",
     "top_k",
     "top_p",
     "min_p",
     "vllm_structured_outputs_regex",
     "generation_kwargs",
 )
-"""Settings that decide what a rollout's batches hold, and which of them comes next."""
+"""Settings that decide what a rollout's batches hold, how its tokens were sampled and scored, and
+which batch comes next.
+"""
 
 Part = TypeVar("Part")
 
