@@ -149,9 +149,13 @@ def completed(row: dict[str, Any], tokens: int) -> dict[str, Any]:
 
 
 def worst(name: str, rollouts: Sequence[dict[str, Any]]) -> float:
-    """The median of `WINDOW` rollouts that is farthest from a metric's ideal."""
-    values = torch.tensor([row[name] for row in rollouts]).double()
-    medians = values.unfold(0, WINDOW, 1).median(dim=1).values
+    """The median of `WINDOW` rollouts that is farthest from a metric's ideal; of the tail, the mean
+    where it is less.
+    """
+    windows = torch.tensor([row[name] for row in rollouts]).double().unfold(0, WINDOW, 1)
+    medians = windows.median(dim=1).values
+    if name == TAIL:
+        medians = medians.minimum(windows.mean(dim=1))
     return (medians.min() if name == ESS else medians.max()).item()
 
 

@@ -43,6 +43,7 @@ CONTRASTS = [
     ("int8_naive", "int8_plain_naive"),
     ("int8_plain_acr", "int8_plain_naive"),
     ("int8_plain_quantized_ratio", "int8_plain_naive"),
+    ("int8_triple_rate", "bf16_triple_rate"),
 ]
 SHOWN = {
     "bf16": "16-bit rollouts",
@@ -72,15 +73,10 @@ def main() -> None:
         "--runs", type=Path, default=RESULTS, help="directory that real_model.py wrote to"
     )
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw instead")
-    parser.add_argument(
-        "--by-time",
-        action="store_true",
-        help="draw the reward by time, too: for runs on idle cores",
-    )
     args = parser.parse_args()
     arms = read_arms(args.runs / runs_of(args.task, args.updates), list(ARMS))
     if args.picture:
-        draw_arms(arms, args.picture, args.by_time)
+        draw_arms(arms, args.picture)
     else:
         print(arm_table(arms), contrast_table(arms), sep="\n\n")
 
@@ -159,8 +155,8 @@ def contrast_table(arms: Arms) -> str:
     return markdown(list(columns), list(zip(*columns.values(), strict=True)))
 
 
-def draw_arms(arms: Arms, path: Path, by_time: bool) -> None:
-    """Draw reward and KL, a line per arm: the mean of its seeds, by rollout and by time."""
+def draw_arms(arms: Arms, path: Path) -> None:
+    """Draw reward and KL by rollout, a line per arm: the mean of its seeds."""
     shown = {label: arms[arm].values() for arm, label in SHOWN.items() if arm in arms}
     rewards = {label: [curve(run, "reward") for run in runs] for label, runs in shown.items()}
     kl = {label: [curve(run, "mismatch/kl_k3") for run in runs] for label, runs in shown.items()}
@@ -168,15 +164,6 @@ def draw_arms(arms: Arms, path: Path, by_time: bool) -> None:
         Panel("Reward", "share of right answers", rewards),
         Panel("KL(engine ‖ policy)", "nats per token", kl, logarithmic=True, limit=HARMLESS),
     ]
-    if by_time:
-        timed = {}
-        for label, runs in shown.items():
-            # The median rollout, because other work on the machine slowed down some.
-            minutes = median_seconds(runs) / 60
-            timed[label] = [
-                Points(minutes * points.rollouts, points.values) for points in rewards[label]
-            ]
-        panels.insert(1, Panel("Reward by time", "", timed, x="minutes"))
     path.parent.mkdir(parents=True, exist_ok=True)
     draw(panels, path)
     print(path)

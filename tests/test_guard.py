@@ -190,12 +190,20 @@ def test_an_evaluation_is_judged_without_changing_medians():
 # --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("metric", "below", "beyond"), [(TAIL, 0.0099, 0.01), (ESS, 0.8501, 0.85)])
+@pytest.mark.parametrize(
+    ("metric", "below", "beyond"), [(TAIL, 0.0099, 0.0102), (ESS, 0.8501, 0.85)]
+)
 def test_the_median_of_five_rollouts_decides(metric, below, beyond):
     # Two of five beyond and three below until the last one: below, below, beyond, beyond, beyond.
     values = [beyond, beyond, below, below, below, beyond, beyond, beyond]
     found = observed(new_guard(), *({metric: value} for value in values))
     assert found == [*[[]] * 7, [metric]]
+
+
+def test_two_tokens_of_a_small_rollout_are_no_tail():
+    shares = [{TAIL: tokens / 160} for tokens in (2, 0, 2, 2, 0)]
+    assert not any(observed(new_guard(), *shares * 3))
+    assert any(observed(new_guard(), *[{TAIL: tokens / 160} for tokens in (2, 1, 2, 2, 1)]))
 
 
 def test_a_finding_has_the_median_and_the_threshold():
