@@ -44,7 +44,7 @@ class UnderFSDP2:
 
 
 class UnderZeRO3:
-    """In front of a trainer's class, whose config needs `deepspeed=ZERO3`."""
+    """In front of a trainer's class. The config needs `deepspeed=ZERO3`."""
 
     def create_accelerator_and_postprocess(self):
         super().create_accelerator_and_postprocess()

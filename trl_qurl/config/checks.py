@@ -153,9 +153,10 @@ def check_sampling(config: Any, stacklevel: int) -> None:
 
 def _check_overrides(overrides: Mapping[str, Any]) -> None:
     """Raise `ValueError` if a sampling parameter is not what the setting of its name must be."""
-    numbers = NUMBERS | GROUP_NUMBERS
-    for name in numbers.keys() & overrides.keys():
-        value, number = overrides[name], numbers[name]
+    for name, number in (NUMBERS | GROUP_NUMBERS).items():
+        if name not in overrides:
+            continue
+        value = overrides[name]
         kind = int if name == "top_k" else float
         if not _accepts(kind, value) or not number.is_allowed(value):
             raise ValueError(
