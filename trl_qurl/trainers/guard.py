@@ -89,8 +89,8 @@ SMALLEST_CAP = 2.0
 """Smallest cap C above which ratios count as a tail: up to 9 % of the tokens exceed C = 1.2."""
 
 SAMPLING = (
-    "Remove sampling options that the trainer ignores (top_p, top_k, penalties, others in "
-    "generation_kwargs)."
+    "Remove sampling options that the trainer cannot follow (penalties, others in "
+    "generation_kwargs; top_p, top_k and min_p if a warning named them)."
 )
 STALE = (
     "Earlier rollouts agreed, so the engine may hold old weights: resume with "
