@@ -63,8 +63,8 @@ def likeliest(logps: list[list[list[float]]], ids: list[list[list[int]]]) -> dic
         )
 
     return {
-        "listed_logps": padded(logps, -torch.inf, torch.float32),
-        "listed_ids": padded(ids, 0, torch.long),
+        "likeliest_logps": padded(logps, -torch.inf, torch.float32),
+        "likeliest_ids": padded(ids, 0, torch.long),
     }
 
 
@@ -75,9 +75,9 @@ def centering_term(trainer: Any, inputs: Any) -> torch.Tensor:
     length = inputs["completion_ids"].size(1)
     model = trainer.accelerator.unwrap_model(trainer.model)
     logits = model(input_ids=ids, attention_mask=mask).logits[:, -length - 1 : -1].float()
-    logps = (logits / trainer.temperature).log_softmax(-1).gather(-1, inputs["listed_ids"])
-    is_listed = inputs["listed_logps"] > -torch.inf  # (B, T, K + 1)
-    q = inputs["listed_logps"].exp()
+    logps = (logits / trainer.temperature).log_softmax(-1).gather(-1, inputs["likeliest_ids"])
+    is_listed = inputs["likeliest_logps"] > -torch.inf  # (B, T, K + 1)
+    q = inputs["likeliest_logps"].exp()
     p = logps.detach().exp() * is_listed
     outside = (1 - q.sum(-1)).clamp(min=0) / (1 - p.sum(-1)).clamp(min=SMALLEST_MASS)  # (B, T)
     m = q
