@@ -145,7 +145,7 @@ def test_centering_takes_away_what_the_sampler_adds_on_average(objective):
     inputs = {"prompt_ids": ids[:, :1], "completion_ids": ids[:, 1:]}
     inputs |= {"prompt_mask": torch.ones(2, 1), "completion_mask": torch.ones(2, 3)}
     q = torch.randn(2, 3, 100).mul(2).softmax(-1)
-    inputs |= {"listed_ids": torch.arange(100).expand(2, 3, 100), "listed_logps": q.log()}
+    inputs |= {"likeliest_ids": torch.arange(100).expand(2, 3, 100), "likeliest_logps": q.log()}
     trainer = SimpleNamespace(
         model=model,
         accelerator=SimpleNamespace(unwrap_model=lambda model: model),
