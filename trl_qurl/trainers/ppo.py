@@ -149,10 +149,15 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
     def compute_loss(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the policy's loss, as the parent does, and 0 during the critic's warmup."""
         loss = super().compute_loss(*args, **kwargs)
-        is_warmup = self.state.global_step < self.args.critic_warmup_steps
-        if is_warmup and self.model.training:
+        warmup = self.args.critic_warmup_steps
+        if not self.model.training or self.state.global_step > warmup or warmup == 0:
+            return loss
+        if self.state.global_step < warmup:
             # DeepSpeed steps before `CriticWarmupCallback` clears the gradients.
             return loss * 0.0
+        if self.is_deepspeed_enabled:
+            # AdamW has counted those steps, which would change the size of the first real ones.
+            self.optimizer.state.clear()
         return loss
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -233,7 +238,7 @@ class CriticWarmupCallback(TrainerCallback):
     """Callback that freezes the policy during the critic's warmup.
 
     The optimizer runs without gradients, so it changes no weights, builds no momentum and applies
-    no weight decay.
+    no weight decay (under DeepSpeed, it does apply it).
     """
 
     def on_pre_optimizer_step(
