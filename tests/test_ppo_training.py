@@ -44,13 +44,12 @@ if needs_avx512.args[0]:
 EXPORTED = [kind for kind in ("own", "LoRA policy", "rounded base") if kind in KINDS]
 """Runs that are compared with a fresh engine."""
 
-# Greedy, and exact, so no two tokens tie and noise does not matter. One batch: shuffling does not
-# matter.
+# Each request has a seed, and the engine is exact, so processes do not matter to what is sampled. One
+# batch: shuffling does not matter.
 GRADIENT = {
     "rollout_quantization": None,
     "vllm_engine_kwargs": ENGINE | {"dtype": "float32"},
     "num_generations": 1,
-    "generation_kwargs": {"temperature": 0.0},
     "max_steps": 1,
     "optim": "sgd",
     "shuffle_dataset": False,
@@ -85,7 +84,7 @@ def arguments(directory, start, *more):
 def gradient_run(directory, start, batch, accumulation=1):
     config = GRADIENT | {"per_device_train_batch_size": batch, "steps_per_generation": accumulation}
     config["gradient_accumulation_steps"] = accumulation
-    return arguments(directory, start, "--value-model", "critic", config)
+    return arguments(directory, start, "--value-model", "critic", "--request-seed", 1, config)
 
 
 @pytest.fixture(scope="module")
