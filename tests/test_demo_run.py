@@ -54,7 +54,7 @@ def test_the_demo_compares_and_draws(algorithm, warm_python, tmp_path, monkeypat
 
     run = read_run(tmp_path / "out")
     assert run.settings["algorithm"] == algorithm.upper()
-    assert len(run.series("critic/explained_variance")) == (2 if algorithm == "ppo" else 0)
+    assert len(run.series("critic/returns_mean")) == (2 if algorithm == "ppo" else 0)
     assert len(run.series("mismatch/kl_k3")) == len(run.series("expected_accuracy")) == 2
     rates = dict(run.series("throughput/generated_tokens_per_s"))
     seconds = dict(run.series("time/generate_s"))
