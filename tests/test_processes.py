@@ -30,6 +30,11 @@ needs_deepspeed = pytest.mark.skipif(
 CHECKED = {"sync_check_interval": 1, "max_steps": 6}
 CUT = {"top_p": 0.9, "temperature": 0.7}
 ROUNDED = ADAPTER | {"round_base": True}
+ACCUMULATED = {
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "steps_per_generation": 4,
+}
 CRITIC = ("critic/value_loss", "critic/grad_norm")
 SAVES = {"save_strategy": "steps", "save_steps": 1}
 SPLIT = ["colocated", "server", "colocated, adapter", "PPO"]
@@ -54,7 +59,7 @@ def runs(train, run_scenario, int8_server, tmp_path_factory):
         "server": (served, ("--request-seed", "1")),
         "server, LoRA": (served, ("--lora",)),
         "colocated, adapter": (ROUNDED, ("--lora",)),
-        "PPO": ({}, ("--ppo", "--model", save_tiny(directory / "model"))),
+        "PPO": (ACCUMULATED, ("--ppo", "--model", save_tiny(directory / "model"))),
     }
     kinds |= {f"{name}, FSDP2": (kinds[name][0], (*kinds[name][1], "--fsdp2")) for name in SPLIT}
     kinds["colocated, FSDP2"] = (CUT | SAVES, ("--fsdp2",))
@@ -139,7 +144,7 @@ def test_a_run_under_fsdp2_resumes_inside_a_rollout(runs):
 @pytest.mark.xdist_group("server")
 def test_zero3_takes_the_steps_of_ddp_and_resumes(runs, run_scenario, tmp_path):
     model = runs["PPO"][0]["model"]
-    config = json.dumps(CHECKED | SAVES)
+    config = json.dumps(CHECKED | ACCUMULATED | SAVES)
     whole = [tmp_path / "out", "--ppo", "--zero3", "--model", model, "--config", config]
     resumed = [*whole, "--resume", tmp_path / "out" / "checkpoint-3"]
     records = run_scenario("train.py", *whole, "--and", *resumed, processes=2, DS_ACCELERATOR="cpu")
