@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import socket
 from pathlib import Path
 
 import psutil
@@ -169,15 +170,19 @@ def test_the_output_of_a_process_that_fails_is_shown(warm_spawn):
 
 
 @pytest.fixture
-def bench(warm_spawn, model, capsys):
-    """Run the command on the tiny model; its record, and what it printed."""
+def bench(warm_spawn, model, capsys, monkeypatch):
+    """Run the command on the tiny model, where a launcher's port is taken; its record, and what it
+    printed.
+    """
 
     def run(*options):
         command = ["bench", model, *SMALL, "--minutes", "0.01", *options]
         assert main(command) == 0
         return json.loads(Path("bench.json").read_text()), capsys.readouterr().out
 
-    return run
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        yield run
 
 
 COLOCATED = ["--scheme", "int8", "--engine-kwargs", json.dumps(ENGINE)]

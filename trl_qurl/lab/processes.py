@@ -41,6 +41,9 @@ ENGINE_ENVIRONMENT = {
 }
 """Default environment for processes that start an engine; the user's variables take precedence."""
 
+LAUNCHERS_PORT = "MASTER_PORT"
+"""Variable that no child inherits: several run side by side, and each chooses a port."""
+
 
 class ChildFailure(ChildProcessError):
     """A command that failed, or took too long.
@@ -92,6 +95,7 @@ def run_child(
     # leave an engine behind that occupies GPU memory.
     wrapped = [sys.executable, "-m", __name__, *words]
     variables = {**environment, "PYTHONUNBUFFERED": "1"}
+    variables.pop(LAUNCHERS_PORT, None)
     with ExitStack() as stack:
         stack.enter_context(exits_on_signals())
         output = None

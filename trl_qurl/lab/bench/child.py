@@ -12,7 +12,12 @@ from pathlib import Path
 from trl_qurl.cli.noise import quiet
 from trl_qurl.lab.bench.plan import Job
 from trl_qurl.lab.bench.verdict import Step
-from trl_qurl.lab.processes import ENGINE_ENVIRONMENT, die_with_parent, last_lines
+from trl_qurl.lab.processes import (
+    ENGINE_ENVIRONMENT,
+    LAUNCHERS_PORT,
+    die_with_parent,
+    last_lines,
+)
 
 LOG = "log"
 PATIENCE = 20.0  # seconds for the end of a process
@@ -57,6 +62,7 @@ def _serve(function: str, job: Job, directory: str, pipe: Connection) -> None:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
     os.environ.update(ENGINE_ENVIRONMENT | os.environ)
+    os.environ.pop(LAUNCHERS_PORT, None)
     quiet()
     # Seconds of imports, after the output has its place: Ctrl-C reaches this process, too.
     from trl_qurl.lab.bench import trial
