@@ -96,15 +96,21 @@ class RolloutWorker:
         return self.rollout_digest_s
 
     def accept_rollout_adapter(self, update: Mapping[str, Any], path: str) -> None:
-        """Record version and digests of the adapter that vLLM has loaded, or raise `SyncError`."""
+        """Record version and digests of the adapter that vLLM has loaded.
+
+        Raises:
+            SyncError: It is another one.
+            RuntimeError: There is none.
+        """
         manager = self.model_runner.lora_manager._adapter_manager
         dtype = self.vllm_config.lora_config.lora_dtype
         tensors = dict(read_tensors(Path(path)))
         started = time.perf_counter()
         digests = sorted(tensor_digest(tensor.to(dtype)) for tensor in tensors.values())
-        if digests not in [
-            _loaded_digests(adapter) for adapter in manager.list_adapters().values()
-        ]:
+        loaded = [_loaded_digests(adapter) for adapter in manager.list_adapters().values()]
+        if not loaded:  # the trainer sends it again
+            raise RuntimeError("No adapter is loaded: the server was restarted in between.")
+        if digests not in loaded:
             reason = f"it uses a different adapter than the one in {path}"
             raise SyncError(f"{NOT_RECEIVED}: {reason}. Resume from the last checkpoint.")
         self.rollout_digests = {name: tensor_digest(tensor) for name, tensor in tensors.items()}
