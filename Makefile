@@ -16,10 +16,10 @@ TORCH_CPU ?= --torch-backend cpu
 PYTEST = $(BIN)/pytest -n $(WORKERS) --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-ppo demo-rloo docs docs-serve test baselines test-fast test-all test-versions simulated lint format size lock check-extras clean
+.PHONY: help setup demo demo-ppo demo-rloo docs docs-serve test baselines test-fast test-all test-deepspeed test-versions simulated lint format size lock check-extras clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
 	@echo "  PROFILE=auto|cpu|gpu   which lock file to install (auto: gpu where nvidia-smi lists a device)"
 	@echo "  SCHEME=int8|fp8|none   the demo's rollouts; WORKERS=N, PYTEST_ARGS='...' for the tests"
@@ -54,6 +54,10 @@ test-fast: setup ## run the tests that need neither an engine nor a GPU
 
 test-all: setup ## run every test, including the slow ones
 	$(PYTEST) $(PYTEST_ARGS)
+
+test-deepspeed: setup ## run the tests of ZeRO; installs DeepSpeed, which the lock file for CPUs lacks
+	$(BIN)/pip install --quiet deepspeed==0.19.8
+	$(PYTEST) tests/test_processes.py -k zero3 $(PYTEST_ARGS)
 
 baselines: setup ## measure what must not get worse, and compare it with the stored figures; MODEL=DIRECTORY adds a real model
 	$(BIN)/python benchmarks/baselines.py $(if $(MODEL),--model $(MODEL))
