@@ -3,7 +3,6 @@ and trainer have the same policy.
 """
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from trl_qurl.quantization import SCHEMES
 from trl_qurl.quantization.merging import model_parameters, on_grid
 from trl_qurl.quantization.storage import read_tensors
-from trl_qurl.rollout.preparation import RolloutSettings, prepare_weights
+from trl_qurl.rollout.preparation import round_frozen_base
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("colocated")]
 
@@ -75,10 +74,7 @@ def test_the_base_of_an_adapter_is_what_autocast_computes_with():
     adapted = get_peft_model(tiny_model("llama"), LoraConfig(r=2, modules_to_save=["down_proj"]))
     adapted.add_adapter("not used", LoraConfig(r=2))
     before = {name: p.clone() for name, p in adapted.named_parameters()}
-    rollout = RolloutSettings(
-        "int8", ("lm_head",), True, "auto", False, False, None, {}, 0, 16, 1.0
-    )
-    weights = prepare_weights(adapted, rollout, SimpleNamespace(mixed_precision="bf16"), list)
+    round_frozen_base(adapted, torch.bfloat16)
     for name, p in adapted.named_parameters():
         rounds = (
             not p.requires_grad
@@ -90,7 +86,7 @@ def test_the_base_of_an_adapter_is_what_autocast_computes_with():
             p, on_grid(before[name], torch.bfloat16 if rounds else None)
         )
     copy = adapted.base_model.model.model.layers[1].mlp.down_proj.modules_to_save["default"].weight
-    sent = dict(model_parameters(adapted, merges=True, grid=weights.grid))[
+    sent = dict(model_parameters(adapted, merges=True, grid=torch.bfloat16))[
         "model.layers.1.mlp.down_proj.weight"
     ]
     assert torch.equal(sent, on_grid(copy, torch.bfloat16)), (

@@ -171,8 +171,8 @@ def test_the_output_of_a_process_that_fails_is_shown(warm_spawn):
 
 @pytest.fixture
 def bench(warm_spawn, model, capsys, monkeypatch):
-    """Run the command on the tiny model, where a launcher's port is taken; its record, and what it
-    printed.
+    """Run the command on the tiny model, in a launcher's process whose port is taken; its record,
+    and what it printed.
     """
 
     def run(*options):
@@ -180,8 +180,10 @@ def bench(warm_spawn, model, capsys, monkeypatch):
         assert main(command) == 0
         return json.loads(Path("bench.json").read_text()), capsys.readouterr().out
 
+    launcher = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        for name, value in {**launcher, "MASTER_PORT": taken.getsockname()[1]}.items():
+            monkeypatch.setenv(name, str(value))
         yield run
 
 

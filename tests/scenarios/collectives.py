@@ -116,7 +116,7 @@ class Case:
 
             peft_config = LoraConfig(r=4, target_modules="all-linear")
         config = SETTINGS | {"weight_sync": "auto" if self.route == "stream" else self.route}
-        args = QuRLGRPOConfig(str(self.out), **config | {"bf16": self.kind == "fsdp2"})
+        args = QuRLGRPOConfig(str(self.out), **config | {"bf16": self.kind != "ddp"})
         given = {"processing_class": tiny_tokenizer(), "peft_config": peft_config}
         self.trainer = QuRLGRPOTrainer(small(), letters, args, texts(), **given)
         KEPT.append(self.trainer)

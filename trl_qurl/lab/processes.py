@@ -41,8 +41,15 @@ ENGINE_ENVIRONMENT = {
 }
 """Default environment for processes that start an engine; the user's variables take precedence."""
 
-LAUNCHERS_PORT = "MASTER_PORT"
-"""Variable that no child inherits: several run side by side, and each chooses a port."""
+LAUNCHERS_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+"""What no child inherits: several run side by side, and each is a run of one process."""
 
 
 class ChildFailure(ChildProcessError):
@@ -94,8 +101,10 @@ def run_child(
     # The wrapper makes the command die with this process: a restarted notebook kernel must not
     # leave an engine behind that occupies GPU memory.
     wrapped = [sys.executable, "-m", __name__, *words]
-    variables = {**environment, "PYTHONUNBUFFERED": "1"}
-    variables.pop(LAUNCHERS_PORT, None)
+    inherited = {
+        name: value for name, value in environment.items() if name not in LAUNCHERS_VARIABLES
+    }
+    variables = {**inherited, "PYTHONUNBUFFERED": "1"}
     with ExitStack() as stack:
         stack.enter_context(exits_on_signals())
         output = None

@@ -33,6 +33,7 @@ from trl_qurl.rollout.preparation import (
     choose_adapter,
     choose_route,
     prepare_weights,
+    round_frozen_base,
 )
 from trl_qurl.rollout.prompts import check_room, check_tokens
 from trl_qurl.rollout.recovery import from_main_process, raise_everywhere, recover
@@ -221,9 +222,12 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         """Make the route of this name, and the folder of its files.
 
         A colocated engine also starts from that folder, unless it can start from the model itself.
+        The base of an adapter that is merged is rounded first, in place.
         """
         rollout = self.rollout
         weights = self.weights
+        if is_peft_model(self.model) and name != "adapter":  # a server's base is not rounded
+            round_frozen_base(self.model, weights.grid)
         needs_own_start = weights.plan.schemes or not self.model.name_or_path or name == "adapter"
         starts_here = not rollout.is_served and bool(needs_own_start)
         # How many at a time: one that is being written, and one that the engine may still read.

@@ -52,7 +52,7 @@ def prepare_weights(
     accelerator: Accelerator,
     prompts: Callable[[], list[list[int]]],
 ) -> WeightStream:
-    """Round the frozen base below an adapter, and return the stream of weights to send.
+    """Return the stream of weights to send.
 
     The stream is smoothed for the tokens of the first prompts where that is possible. `prompts`
     returns the tokens of a few, or none if they are not known yet. A collective operation. Raises
@@ -65,8 +65,6 @@ def prepare_weights(
         smooths = can_smooth(model) and not (rollout.is_served and has_adapter)
     weights = WeightStream(model, plan_rollouts(model, rollout), smooths)
     weights.grid = AUTOCAST.get(accelerator.mixed_precision)
-    if has_adapter:
-        round_frozen_base(model, weights.grid)
     _fit_smoothing(weights, model, accelerator, prompts)
     return weights
 

@@ -14,7 +14,7 @@ from trl_qurl.lab.bench.plan import Job
 from trl_qurl.lab.bench.verdict import Step
 from trl_qurl.lab.processes import (
     ENGINE_ENVIRONMENT,
-    LAUNCHERS_PORT,
+    LAUNCHERS_VARIABLES,
     die_with_parent,
     last_lines,
 )
@@ -62,7 +62,8 @@ def _serve(function: str, job: Job, directory: str, pipe: Connection) -> None:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
     os.environ.update(ENGINE_ENVIRONMENT | os.environ)
-    os.environ.pop(LAUNCHERS_PORT, None)
+    for name in LAUNCHERS_VARIABLES:
+        os.environ.pop(name, None)
     quiet()
     # Seconds of imports, after the output has its place: Ctrl-C reaches this process, too.
     from trl_qurl.lab.bench import trial
