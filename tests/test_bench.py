@@ -94,6 +94,7 @@ def test_a_dry_run_says_what_fits(qwen_7b, capsys, options, said):
         (["--vllm-server-base-url", "http://127.0.0.1:9"], ["No server", "http://127.0.0.1:9"]),
         (["--dry-run", "-1"], ["--dry-run", "-1"]),
         (["--output", "bench.txt"], ["bench.txt", ".json"]),
+        (["--output", "/proc/bench.json"], ["/proc/bench.json", "another directory"]),
     ],
 )
 def test_a_mistake_is_refused(model, capsys, options, named):

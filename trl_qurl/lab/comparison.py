@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, field
 from itertools import chain
@@ -108,10 +109,21 @@ def json_dictionary(text: str) -> dict[str, Any]:
 
 
 def check_output(path: Path) -> None:
-    """Create the directory of the output file; raise `ValueError` if it is not a .json file."""
+    """Create the directory of the output file.
+
+    Raises `ValueError` if it is not a .json file, or cannot be written.
+    """
     if path.suffix != ".json":
         raise ValueError(f"--output is {path}: give the name of a .json file.")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"--output is {path}, where no file can be written ({error.strerror}): choose another "
+            "directory."
+        ) from None
 
 
 def candidates(names: Sequence[str] | None) -> dict[str, Formats]:
