@@ -146,7 +146,7 @@ def check_sampling(config: Any, stacklevel: int) -> None:
             f"{', '.join(biasing)}: the engine's log-probabilities account for this, but the "
             "trainer's do not. The importance ratio is therefore wrong, and so are the mismatch/* "
             "metrics and every correction. Set repetition_penalty=1.0, also in generation_kwargs, "
-            "and leave out the others. The temperature setting does no harm.",
+            "and leave out the others. Outside generation_kwargs, temperature does no harm.",
             stacklevel=stacklevel + 1,
         )
 
