@@ -4,6 +4,7 @@ In place of what needs a server's processes or a GPU: HTTP, NCCL between two thr
 that only keeps what it is given. Tokens come from a model of transformers.
 """
 
+import copy
 import json
 import queue
 from collections.abc import Callable, Iterable, Iterator
@@ -79,7 +80,7 @@ class Worker(RolloutWorker):
         )
         self.reloads = 0
         self.adapters: dict[int, SimpleNamespace] = {}
-        manager = SimpleNamespace(list_adapters=lambda: self.adapters)
+        manager = SimpleNamespace(list_adapters=lambda: server.worker.adapters)
         self.model_runner = SimpleNamespace(lora_manager=SimpleNamespace(_adapter_manager=manager))
 
     def get_model(self) -> torch.nn.Module:
@@ -161,6 +162,8 @@ class FakeServer:
     def forget(self) -> None:
         """Drop what a load left half done, and what was sent for it."""
         self.between.tensors = queue.Queue()
+        # The thread of a load that was left may still fail, which must not reach the next load.
+        self.worker = copy.copy(self.worker)
         self.worker.rollout_load_failed = False
 
     def answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
