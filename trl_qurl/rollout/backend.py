@@ -129,6 +129,9 @@ class QuantizedVLLMGeneration(VLLMGeneration):
             engine, route = self._connect()
         else:
             engine, route = self._start_colocated()
+        # Not the base of an adapter that is sent alone: a server has codes of the exact one.
+        if is_peft_model(self.model) and route.is_merged:
+            round_frozen_base(self.model, self.weights.grid)
         description: EngineDescription = from_main_process(
             lambda: engine.describe() if engine else None, route.is_served
         )
@@ -222,12 +225,9 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         """Make the route of this name, and the folder of its files.
 
         A colocated engine also starts from that folder, unless it can start from the model itself.
-        The base of an adapter that is merged is rounded first, in place.
         """
         rollout = self.rollout
         weights = self.weights
-        if is_peft_model(self.model) and name != "adapter":  # a server's base is not rounded
-            round_frozen_base(self.model, weights.grid)
         needs_own_start = weights.plan.schemes or not self.model.name_or_path or name == "adapter"
         starts_here = not rollout.is_served and bool(needs_own_start)
         # How many at a time: one that is being written, and one that the engine may still read.
