@@ -38,6 +38,8 @@ def runs(train, tmp_path_factory):
         [directory / name, *policy, json.dumps(config | change)] for name, change in changes.items()
     ]
     given[-1] += ["--lora", "--lora-targets", "all-linear"]
+    changes["adapter on a float32 model"] = {}
+    given.append([directory / "new", "--lora", config | {"model_init_kwargs": None}])
     return dict(zip(changes, train(*given), strict=True)) | {"directory": directory}
 
 
@@ -48,6 +50,10 @@ def test_updates_that_autocast_rounds_away_do_not_reach_the_engine(runs):
 @pytest.mark.parametrize("name", ["none", "adapter"])
 def test_what_computes_with_float32_weights_is_left_alone(name, runs):
     assert runs[name]["on_the_grid_of_bf16"] < 0.2
+
+
+def test_a_merged_adapter_has_the_base_that_autocast_computes_with(runs):
+    assert runs["adapter on a float32 model"]["base_on_the_grid_of_bf16"]
 
 
 @pytest.mark.parametrize("name, dtype", [("autocast", torch.bfloat16), ("none", torch.float32)])
@@ -70,7 +76,7 @@ def test_only_float32_matrices_are_rounded():
     assert on_grid(matrix.half(), torch.bfloat16).dtype == torch.float16
 
 
-def test_the_base_of_an_adapter_is_what_autocast_computes_with():
+def test_only_frozen_matrices_of_the_policy_are_rounded():
     adapted = get_peft_model(tiny_model("llama"), LoraConfig(r=2, modules_to_save=["down_proj"]))
     adapted.add_adapter("not used", LoraConfig(r=2))
     before = {name: p.clone() for name, p in adapted.named_parameters()}

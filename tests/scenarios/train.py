@@ -272,6 +272,10 @@ def run(options):
     # In a list: every process must read to the end.
     sent = [torch.equal(p, p.bfloat16().to(p.dtype)) for _, p in policy() if p.dim() > 1]
     record["on_the_grid_of_bf16"] = sum(sent) / len(sent)
+    frozen = [whole(p) for p in trainer.model.parameters() if not p.requires_grad]
+    record["base_on_the_grid_of_bf16"] = all(
+        torch.equal(p, p.bfloat16().to(p.dtype)) for p in frozen if p.dim() > 1
+    )
     if options.ppo:
         critic = [p for p in trainer.critic.model.named_parameters() if p[1].requires_grad]
         moved = [
