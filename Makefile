@@ -3,6 +3,7 @@
 PROFILE ?= auto
 SCHEME ?= int8
 WORKERS ?= 3
+CPU ?=
 PYTEST_ARGS ?=
 ROWS ?=
 MODEL ?=
@@ -13,7 +14,7 @@ BIN := .venv/bin
 UV ?= $(BIN)/uv
 # Where `make lock` and `make test-versions` find a CPU build of torch; with a local wheel: TORCH_CPU="--find-links DIR"
 TORCH_CPU ?= --torch-backend cpu
-PYTEST = $(BIN)/pytest -n $(WORKERS) --dist loadgroup
+PYTEST = $(if $(filter laptop,$(CPU)),PYTHONPATH=tests/laptop) $(BIN)/pytest -n $(WORKERS) --dist loadgroup
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo demo-ppo demo-rloo docs docs-serve test baselines test-fast test-all test-deepspeed test-versions simulated lint format size lock check-extras clean
@@ -23,6 +24,7 @@ help: ## list the targets
 	@echo
 	@echo "  PROFILE=auto|cpu|gpu   which lock file to install (auto: gpu where nvidia-smi lists a device)"
 	@echo "  SCHEME=int8|fp8|none   the demo's rollouts; WORKERS=N, PYTEST_ARGS='...' for the tests"
+	@echo "  CPU=laptop             the tests without AVX-512 and AMX, if this CPU has them"
 
 setup: ## create or update .venv from the lock file of this machine's profile
 	@test -n "$(PYTHON)" || { echo "No Python 3.11, 3.12 or 3.13 on PATH. Install one, or pass its path: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11"; exit 1; }

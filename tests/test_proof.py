@@ -22,7 +22,7 @@ from trl_qurl.rollout.checks.tensors import (
 from trl_qurl.rollout.errors import SyncError
 
 # What was broken, and the check that names it.
-OTHER_FUNCTION = "The engine computes another function than the policy: mismatch/kl_k3 is"
+OTHER_FUNCTION = "The engine computes another function than the policy"
 BY_CHECK = {
     "tensor skipped": "is undefined after a reload: MergedColumnParallelLinear",
     "layer skipped": "no new weights for 1 of its layers (RowParallelLinear)",

@@ -10,8 +10,11 @@ import pytest
 from documents import ROOT, links
 from packaging.requirements import Requirement
 from packaging.version import Version
+from tiny import tiny_model
 
 from trl_qurl.rollout import repairs
+from trl_qurl.rollout.engine.colocated import start_engine
+from trl_qurl.rollout.wire import WORKER_EXTENSION
 
 FOLDER = ROOT / "trl_qurl" / "rollout" / "repairs"
 TOGETHER = ("__init__", "in_worker")  # no repairs
@@ -82,6 +85,25 @@ def test_the_fault_was_looked_for_in_every_release_that_is_allowed(name):
         f"setup.cfg allows {library} below {excluded}, and the fault of {name}.py was last seen in "
         f"{release}. Look whether it is still there, then change SEEN_IN or UNNECESSARY_FROM."
     )
+
+
+@pytest.mark.parametrize("has_amx", [True, False])
+def test_every_engine_on_a_cpu_with_amx_asks_for_it(has_amx, monkeypatch):
+    """What the kernel allows then, only a CPU with AMX shows: every test with an engine fails there
+    without this."""
+    in_worker = imported("in_worker")
+    asked = []
+    monkeypatch.setattr("torch.cpu._init_amx", lambda: asked.append(True))
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: {"avx2": True, "amx_tile": has_amx})
+    importlib.reload(in_worker)  # as vLLM imports the extension of its worker
+    assert asked == [True] * has_amx
+
+
+def test_the_engine_of_a_tool_imports_the_repairs(monkeypatch, tmp_path):
+    tiny_model().save_pretrained(tmp_path)
+    monkeypatch.setattr("vllm.LLM", dict)
+    engine = start_engine([], {"model": str(tmp_path)}, sequences=1, length=8)
+    assert engine["worker_extension_cls"] == WORKER_EXTENSION
 
 
 EXITS_WITH_PROCESS_GROUPS = """

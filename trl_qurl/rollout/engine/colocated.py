@@ -113,7 +113,9 @@ def start_engine(
     cache = cpu_cache_arguments(model, arguments, sequences=sequences, length=length)
     from vllm import LLM
 
-    return LLM(**{"seed": 0, **cache, **arguments})
+    # No weights are sent, but its module repairs vLLM in the engine's process.
+    extension = {"worker_extension_cls": wire.WORKER_EXTENSION}
+    return LLM(**{"seed": 0, **extension, **cache, **arguments})
 
 
 def prepare_process(

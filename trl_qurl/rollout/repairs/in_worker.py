@@ -1,4 +1,7 @@
-"""The repairs of a reload inside vLLM's worker, put together; on a CPU, it also gets our loader."""
+"""The repairs of a reload inside vLLM's worker, put together.
+
+On a CPU, importing this also registers our loader, and asks for AMX before vLLM's first layer runs.
+"""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,11 +16,13 @@ REPAIRS: list[ModuleType]
 if current_platform.is_cpu():
     from trl_qurl.rollout.repairs import (
         cpu_adapters,  # noqa: F401, registers a loader
+        cpu_amx,
         cpu_experts,
         cpu_int8_scales,
         cpu_tied_head,
     )
 
+    cpu_amx.ask_for_tiles()
     REPAIRS = [cpu_int8_scales, cpu_experts, cpu_tied_head]
 else:
     from trl_qurl.rollout.repairs import bias_loader, cache_scales, moved_tensors
