@@ -279,6 +279,17 @@ def test_completions_that_end_early_are_warned_of(length, is_warned_of, attempt,
     assert not warnings or f"max_completion_length={length}" in warnings[0]
 
 
+@pytest.mark.parametrize("missing", [None, []])
+def test_a_row_without_a_prompt_is_named(missing, attempt):
+    rows = [[USER]] * 16
+    rows[3] = missing
+    given = {
+        "data": Dataset.from_dict({"prompt": rows}),
+        "processing_class": tokenizer_that_adds("$A"),
+    }
+    assert_names(attempt(**given), "train_dataset[3]", repr(missing))
+
+
 def test_a_part_of_a_large_dataset_is_measured(built, attempt, monkeypatch, caplog):
     monkeypatch.setattr("trl_qurl.trainers.prompts.MEASURED", 15)
     monkeypatch.setattr("trl_qurl.trainers.prompts.BATCH", 4)

@@ -93,7 +93,10 @@ def test_names_that_are_checked_before_imports_are_those_of_the_configurations(c
         ("rloo --config qurl", "objective is 'acr', but must be one of 'tis'"),
     ],
 )
-def test_a_typing_error_is_named_in_the_last_line(capsys, arguments, named):
+def test_a_typing_error_is_named_in_the_last_line(capsys, monkeypatch, tmp_path, arguments, named):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
     try:
         status = cli.main(arguments.split())
     except SystemExit as exit:  # argparse's
@@ -147,7 +150,8 @@ def test_control_c_is_one_line(tmp_path):
     (tmp_path / "transformers.py").write_text(
         "import os, signal; os.kill(os.getpid(), signal.SIGINT)\n"
     )
-    command = ["-m", "trl_qurl", "quantize", "some/model", tmp_path / "out", "--scheme", "int8"]
+    (tmp_path / "config.json").write_text("{}")
+    command = ["-m", "trl_qurl", "quantize", tmp_path, tmp_path / "out", "--scheme", "int8"]
     done = run(*command, PYTHONPATH=f"{tmp_path}:{ROOT}")
     # after the terminal's ^C
     assert (done.returncode, done.stderr) == (130, "\ntrl-qurl: interrupted\n")
@@ -240,14 +244,27 @@ def test_a_name_on_the_hub_costs_one_request(monkeypatch):
     monkeypatch.setattr("huggingface_hub.HfApi.repo_info", lambda *args, **given: 1 / 0)
     with pytest.raises(ConnectionError, match=r"^some/set .*dataset, .* \(division by zero\)"):
         load_questions("some/set", "train")
-    # offline by choice; downloaded before
-    for setting, value in (
-        ("constants.HF_HUB_OFFLINE", True),
-        ("try_to_load_from_cache", lambda *args, **given: "config.json"),
-    ):
-        with monkeypatch.context() as patch:
-            patch.setattr(f"huggingface_hub.{setting}", value)
-            check_model("Qwen/Qwen2.5-0.5B-Instruct")
+    with monkeypatch.context() as patch:  # downloaded before
+        patch.setattr("huggingface_hub.try_to_load_from_cache", lambda *args, **given: "config")
+        check_model("Qwen/Qwen2.5-0.5B-Instruct")
+
+
+def test_offline_a_misspelled_directory_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert cli.main(["quantize", "modell", str(tmp_path / "out"), "--scheme", "int8"]) == 2
+    assert "modell is not a local model" in capsys.readouterr().err
+    (tmp_path / "models--some--model" / "snapshots").mkdir(parents=True)  # of any revision
+    check_model("some/model")
+
+
+def test_what_is_quantized_is_not_quantized_again(tmp_path, capsys):
+    save_tiny(tmp_path / "model")
+    for source, target, status in (("model", "once", 0), ("once", "twice", 2)):
+        command = ["quantize", str(tmp_path / source), str(tmp_path / target), "--scheme", "fp8"]
+        assert cli.main(command) == status
+    assert "once is quantized already" in capsys.readouterr().err
+    assert not (tmp_path / "twice").exists()
 
 
 def test_a_directory_without_a_model_is_not_taken_for_a_hub_name(tmp_path, monkeypatch, capsys):

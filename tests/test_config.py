@@ -140,7 +140,8 @@ VALUES = [
     ("mismatch_guard_kl", 0.0, "0.1"),
     ("vllm_request_timeout", 0, "seconds"),
     ("sync_check_interval", -1, "0"),
-    ("temperature", 0.0, "positive"),
+    ("temperature", 0.0, "makes all completions equal"),
+    ("temperature", 0.002, "at least 0.01"),
     ("max_completion_length", 0, "1"),
     ("rollouts_ahead", -1, "0 or 1"),
     ("rollouts_ahead", 2, "0 or 1"),
@@ -192,14 +193,6 @@ CONFLICTING = [
     (
         {"dynamic_sampling": True, "rollouts_ahead": 1, "vllm_mode": "server"},
         "rollouts_ahead=0",
-    ),
-    (
-        {
-            "objective": "trl",
-            "loss_type": "vespo",
-            "vllm_importance_sampling_mode": "sequence_mask",
-        },
-        "'token_truncate' and 'token_mask'",
     ),
     ({"objective": "acr", "vllm_importance_sampling_correction": False}, "objective='trl'"),
     ({"objective": "acr", "importance_sampling_level": "sequence"}, "objective='tis'"),

@@ -360,6 +360,7 @@ def test_colocated_runs_choose_their_own_ports(tmp_path, monkeypatch):
     assert ports[0] != ports[1]
     assert "29500" not in ports
     assert ports[2] == "23457"
+    assert not {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} & set(os.environ)
 
 
 def test_no_critic_sees(tmp_path):

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
 from unittest.mock import MagicMock
@@ -58,12 +59,23 @@ def test_training_is_tried_and_its_engine_answers_as_a_new_one(warm_python):
     if not torch.cuda.is_available():
         assert tried["kernels"] == ["CPUInt8ScaledMMLinearKernel"]
         skipped = {name for name, line in found.items() if line["status"] == "skipped"}
-        assert skipped == {"sleep", "server"}
+        assert skipped == {"sleep"}
+        assert "with a server on this CPU, weights by files" in found["server"]["text"]
+        assert 0 < found["server"]["data"]["kl"] < 1e-3
     assert "secret" not in done.stdout
     assert "somebody" not in done.stdout
     variables = set(found["variables"]["text"].split(", "))
     assert {"HF_TOKEN (set)", "VLLM_API_KEY (set)", "HF_HOME (set)", "NCCL_DEBUG=WARN"} <= variables
     assert "PATH_OF_MINE" not in found["variables"]["text"]
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(warm_python):
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [warm_python, "-m", "trl_qurl", "doctor", "--quick"]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
 
 
 def test_quick_starts_no_engine_and_the_page_explains_every_line(warm_python):
@@ -181,7 +193,8 @@ def test_an_engine_with_other_weights_is_told_from_a_new_one(stale, is_right):
 @pytest.mark.parametrize(
     ("gpus", "broken", "expected"),
     [
-        (0, "", ["sleep", "server"]),
+        (0, "", ["sleep"]),
+        (0, "train-fp8", ["sleep", "server"]),
         (1, "", ["server"]),
         (2, "", []),
         (2, "train-fp8", ["sleep", "server"]),

@@ -25,6 +25,7 @@ from support.losses import (
     our_loss,
 )
 from tiny import tiny_model, tiny_tokenizer
+from transformers import TrainerState
 from trl import GRPOTrainer
 
 from trl_qurl import QuRLGRPOTrainer, QuRLPPOTrainer
@@ -406,7 +407,7 @@ def test_smoothing_learns_from_the_pass_that_scores_and_from_no_other(
         smoothing.collects = True
         smoothing._inputs.clear()
 
-    monkeypatch.setattr(trainer.vllm_generation.sync, "_sent", None)
+    monkeypatch.setattr(trainer, "_last_loaded_step", -1)  # so TRL syncs
     begin_rollout(trainer, monkeypatch)
     trainer.model.gradient_checkpointing_enable()
     own_loss = QuRLGRPOTrainer._compute_loss
@@ -535,6 +536,19 @@ def test_other_log_probabilities_of_a_rollout_function_are_refused(logprobs, tra
         trainer._generate(["ab", "cd"])
 
 
+def test_weights_that_no_sync_has_sent_are_sent_before_tokens_are_sampled(trainer, monkeypatch):
+    """As where TRL is in the same step, or a callback or a subclass leaves the sync out."""
+    rollout_of(trainer)
+    generation = trainer.vllm_generation
+    versions = [generation.sync.version]
+    monkeypatch.setattr(generation, "sync_weights", lambda: None)
+    for change in (0.0, 1e-3):
+        trainer.model.model.norm.weight.data += change
+        rollout_of(trainer)
+        versions.append(generation.sync.version)
+    assert versions[0] == versions[1] != versions[2]
+
+
 @pytest.fixture
 def watch(trainer, monkeypatch):
     watch = LearningWatch()
@@ -567,7 +581,9 @@ def rollout(reward=0.0, alike=1.0, cut=0.0, std=0.4):
     [
         (rollout(reward=1.0), "earned the same reward, 1 on average"),
         (rollout(reward=-1.0), "earned the same reward, -1 on average"),
-        (rollout(reward=math.nan, alike=0.0), "no reward function returned a number"),
+        (rollout(reward=1.0, cut=0.6), "earned the same reward, 1 on average"),
+        (rollout(reward=math.nan, alike=0.0, cut=0.6), "no reward function returned a number"),
+        (rollout(cut=0.6), "60% of the answers were cut off"),
         (rollout(), r"no answer earned a reward.*log_completions=True"),
         (rollout(cut=1.0, alike=0.0), "100% of the answers were cut off"),
     ],
@@ -579,6 +595,36 @@ def test_the_cause_is_named(row, reason, watch, trainer, monkeypatch, caplog):
         watch.observe(row)
     [text] = said(caplog)
     assert re.search(f"3 rollouts in a row: .*{reason}", text)
+
+
+def log_rows(watch, trainer, norms, **row):
+    """Log updates of rollouts with a signal, one a rollout."""
+    for step, norm in enumerate(norms, 1):
+        watch.observe(rollout(alike=0.5) | row)
+        state = TrainerState(global_step=step)
+        watch.on_log(trainer.args, state, None, logs={"grad_norm": norm, "learning_rate": 1e-6})
+
+
+def test_updates_without_a_gradient_are_told_of_once(watch, trainer, monkeypatch, caplog):
+    updates = int(trainer.args.updates_per_rollout)
+    log_rows(watch, trainer, [0.0] * (3 * updates - 1) + [0.1, 0.0, 0.0])
+    assert said(caplog) == []
+    log_rows(watch, trainer, [0.0] * 9 * updates)
+    [text] = said(caplog)
+    assert f"grad_norm was 0 in {3 * updates} logged updates" in text
+
+
+def test_a_critics_warmup_is_meant(watch, trainer, monkeypatch, caplog):
+    monkeypatch.setattr(trainer.args, "critic_warmup_steps", 20, raising=False)
+    log_rows(watch, trainer, [0.0] * 20)
+    assert said(caplog) == []
+
+
+def test_an_infinite_reward_is_named_with_its_function_once(watch, trainer, caplog):
+    [name] = trainer.reward_func_names
+    log_rows(watch, trainer, [0.1] * 4, **{f"rewards/{name}/mean": -math.inf})
+    [text] = said(caplog)
+    assert f"The reward function {name!r} returned inf or -inf" in text
 
 
 def test_a_run_that_learns_is_not_warned_of(watch, caplog):

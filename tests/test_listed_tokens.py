@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import SATURATES
 from peft import LoraConfig, get_peft_model
 from support import losses
 from support.losses import ROWS, assert_close, gradients, our_loss
@@ -104,8 +105,9 @@ def test_a_rollout_is_scored_over_the_tokens_that_are_left(cuts, trainer, monkey
     assert (whole - behavior)[learned].exp().mean() < 0.95, "the cut made no difference"
     metrics = trainer._metrics["train"]
     # 128 tokens, whose log-probabilities differ by a few hundredths of a nat in INT8
-    assert metrics["mismatch/ratio_mean"] == [pytest.approx(1.0, abs=0.01)]
-    assert metrics["mismatch/kl_k3"][0] < 2e-3
+    slack, kl = (0.05, 4e-2) if SATURATES else (0.01, 2e-3)
+    assert metrics["mismatch/ratio_mean"] == [pytest.approx(1.0, abs=slack)]
+    assert metrics["mismatch/kl_k3"][0] < kl
     assert metrics["mismatch/unlisted_mass"] == [pytest.approx(0.0, abs=1e-3)]
 
 

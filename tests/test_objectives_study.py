@@ -177,7 +177,7 @@ def test_each_token_is_sampled_by_the_weights_of_its_time():
     engine = {}
     generation = SimpleNamespace(
         max_completion_length=8,
-        generate=lambda prompts: answer(prompts),
+        generate_from_sent=lambda prompts: answer(prompts),
         sync_weights=lambda: engine.update(weight=policy.weight.item()),
     )
     callbacks = []

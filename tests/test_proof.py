@@ -54,15 +54,10 @@ def broken_syncs(run_scenario, tmp_path_factory):
     return run_scenario("broken_sync.py", tmp_path_factory.mktemp("out"), *SOUND, *BY_CHECK)
 
 
+@needs_vnni
 @pytest.mark.vllm
 @pytest.mark.xdist_group("proof")
-@pytest.mark.parametrize(
-    "fault",
-    [
-        pytest.param(fault, marks=needs_vnni) if said == OTHER_FUNCTION else fault
-        for fault, said in BY_CHECK.items()
-    ],
-)
+@pytest.mark.parametrize("fault", BY_CHECK)
 def test_a_broken_sync_is_noticed(fault, broken_syncs):
     assert broken_syncs[fault] is not None, "no check noticed"
     errors = ("SyncError", "RuntimeError: A part of", "RuntimeError: The engine got no new weights")
@@ -70,6 +65,7 @@ def test_a_broken_sync_is_noticed(fault, broken_syncs):
     assert BY_CHECK[fault] in broken_syncs[fault]
 
 
+@needs_vnni
 @pytest.mark.vllm
 @pytest.mark.xdist_group("proof")
 @pytest.mark.parametrize("kind", SOUND)

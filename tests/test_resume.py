@@ -205,7 +205,10 @@ def test_training_a_saved_model_again_does_not_scale_it_again(whole, resumed, di
 
 @engines
 def test_the_seed_decides_the_noise(whole):
-    rewards = {name: [row["reward"] for row in rollout_rows(whole[name])] for name in NOISES}
+    rewards = {
+        name: [(row["reward"], row["reward_std"]) for row in rollout_rows(whole[name])]
+        for name in NOISES
+    }
     assert len(set(rewards["first"])) == 2, "each rollout has noise of its own"
     assert rewards["first"][0] != rewards["other"][0]
     assert metrics_by_step(whole["first"]) == metrics_by_step(whole["again"]), "the engine's seed"

@@ -104,7 +104,7 @@ def test_parameters_that_cannot_work_are_refused(name, value, way_out):
         ("top_k", True, "two tokens or more"),
         ("top_p", 0.0, "a share above 0"),
         ("min_p", 1.5, "in [0, 1]"),
-        ("temperature", 0, "positive and finite"),
+        ("temperature", 0, "at least 0.01"),
         ("repetition_penalty", None, "positive"),
     ],
 )

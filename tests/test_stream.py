@@ -16,7 +16,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from conftest import free_port
+from conftest import free_port, needs_avx512
 from peft import LoraConfig, get_peft_model
 from support.fake_server import FakeServer, NoStream
 from support.training import MOVED, SAME
@@ -182,7 +182,7 @@ def test_workers_that_are_done_before_the_trainer(are_done, monkeypatch):
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("name", ["int8", "w4a16"])
+@pytest.mark.parametrize("name", ["int8", pytest.param("w4a16", marks=needs_avx512)])
 def test_a_real_engine_computes_with_what_it_received(name, run_scenario, tmp_path):
     record = run_scenario("streamed.py", tmp_path, name)
     assert record["version"] == ["v1"]

@@ -48,7 +48,7 @@ def versions_of(length: int, updates: int) -> list[tuple[int, int]]:
 def update_in_flight(trainer: Any, updates: int) -> None:
     """Sample each rollout with the weights of the `updates` that precede it."""
     generation = trainer.vllm_generation
-    sync, generate = generation.sync_weights, generation.generate
+    sync, generate = generation.sync_weights, generation.generate_from_sent
     history = WeightsOfUpdates()
     trainer.add_callback(history)
     end = trainer.processing_class.eos_token_id

@@ -145,7 +145,7 @@ def delay(generation: Any) -> None:
     """Sample each rollout with the weights of the previous one: TRL's sync comes after the
     generation.
     """
-    sync, generate = generation.sync_weights, generation.generate
+    sync, generate = generation.sync_weights, generation.generate_from_sent
 
     def generate_first(*args: Any, **kwargs: Any) -> Any:
         output = generate(*args, **kwargs)

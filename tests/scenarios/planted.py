@@ -54,6 +54,7 @@ def main(out: Path) -> None:
     trainer.args.sync_check_interval = 0  # the guard warns, and no proof raises
     generation, record = trainer.vllm_generation, {}
     sync = generation.sync_weights
+    generation.generate = generation.generate_from_sent  # else it sends what has changed
 
     def observe(name: str, is_new: bool = False) -> None:
         """Evaluate once, as a new run does if it `is_new`."""
@@ -61,7 +62,7 @@ def main(out: Path) -> None:
             trainer._guard = MismatchGuard(trainer.args)
         trainer._guard._quiet = len(record) + 100  # a new alarm is a new warning
         warnings.texts.clear()
-        generation.sync_weights()  # TRL would skip it: the step is the same
+        generation.sync_weights()
         metrics = trainer.evaluate()
         kept = {
             name.removeprefix("eval_"): value

@@ -11,7 +11,6 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import pytest
 import torch
-from conftest import DISTRIBUTED_VARIABLES
 from datasets import Dataset
 from tiny import ENGINE
 
@@ -32,10 +31,6 @@ Tensors = dict[str, torch.Tensor]
 
 def ready(trainer: Any) -> Any:
     """Return a new trainer, set to train."""
-    # TRL leaves a rank in the environment for its engine, which later tests of this process would
-    # take for theirs.
-    for name in DISTRIBUTED_VARIABLES:
-        os.environ.pop(name, None)
     trainer.model.train()
     return trainer
 

@@ -8,7 +8,9 @@ line; `TRL_QURL_DEBUG=1` shows the traceback instead.
 
 import argparse
 import importlib.metadata
+import os
 import re
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -116,7 +118,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     quiet()  # before a subcommand's options import torch, which reads its log level only once
     try:
         args = parse_arguments(argv)
-        return args.run(args)
+        status = args.run(args)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # as of `trl-qurl report RUN | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's own flush
+        return 128 + signal.SIGPIPE
     except (KeyboardInterrupt, *USER_ERRORS) as error:
         if shows_everything():
             raise

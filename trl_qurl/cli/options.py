@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 from trl_qurl.paths import check_model_directory, is_local
@@ -61,10 +62,14 @@ def check_hub(name: str, kind: str) -> None:
     """
     from huggingface_hub import HfApi, constants, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    from huggingface_hub.file_download import repo_folder_name
 
     try:
-        cached = try_to_load_from_cache(name, "config.json", repo_type=kind)
-        if not isinstance(cached, str) and not constants.HF_HUB_OFFLINE:
+        is_here = isinstance(try_to_load_from_cache(name, "config.json", repo_type=kind), str)
+        if constants.HF_HUB_OFFLINE:  # the datasets library has a cache of its own
+            folder = repo_folder_name(repo_id=name, repo_type=kind)
+            is_here = kind == "dataset" or Path(constants.HF_HUB_CACHE, folder).is_dir()
+        if not is_here:
             HfApi().repo_info(name, repo_type=kind, timeout=10)
     except (HfHubHTTPError, HFValidationError):
         pass  # a wrong name, or one without access: loading it says so

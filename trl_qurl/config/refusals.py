@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 from trl import GRPOConfig
 
-from trl_qurl.objective import TRL_LOSS
 from trl_qurl.quantization.plan import schemes_of
 
 
@@ -53,8 +52,8 @@ NUMBERS = {
     "vllm_request_timeout": Number(lambda seconds: seconds > 0, "a positive number of seconds"),
     "sync_check_interval": Number(lambda syncs: syncs >= 0, "a number of syncs, or 0 for none"),
     "temperature": Number(
-        lambda temperature: 0 < temperature < inf,
-        "positive and finite (0 makes all completions equal)",
+        lambda temperature: 0.01 <= temperature < inf,
+        "at least 0.01, to which vLLM raises lower ones (0 makes all completions equal)",
     ),
     "max_completion_length": Number(lambda tokens: tokens >= 1, "at least 1 token"),
     "rollouts_ahead": Number(lambda rollouts: rollouts in (0, 1), "0 or 1"),
@@ -210,9 +209,6 @@ OTHER_CONFLICTS = (
 )
 """With any other trainer."""
 
-VESPO_MODES = ("token_truncate", "token_mask")
-"""TRL's modes of its correction that its trainer accepts with VESPO."""
-
 GRPO_CONFLICTS = (
     Conflict(
         ("dynamic_sampling_reward", "dynamic_sampling"),
@@ -225,18 +221,6 @@ GRPO_CONFLICTS = (
         lambda config: config.dynamic_sampling and config.rollouts_ahead,
         "dynamic sampling generates until a batch is full, so the next one cannot begin ahead",
         "Set rollouts_ahead=0 or dynamic_sampling=False",
-    ),
-    Conflict(
-        ("objective", "loss_type", "vllm_importance_sampling_mode"),
-        lambda config: (
-            config.objective == TRL_LOSS
-            and config.loss_type == "vespo"
-            and config.vllm_importance_sampling_correction
-            and config.vllm_importance_sampling_mode not in VESPO_MODES
-        ),
-        "TRL's trainer accepts no other mode of its correction than 'token_truncate' and "
-        "'token_mask' with VESPO",
-        "Use one of these, or objective='tis'",
     ),
 )
 

@@ -32,6 +32,7 @@ MISMATCH = ("mismatch/kl_k3", "mismatch/ratio_max")
 LIMITS = {"mismatch/kl_k3": 0.005, "mismatch/ratio_max": 2.0}
 """What some metrics are seen against: a KL that did no harm, and the ratio's default cap."""
 
+PICTURE = "report.png"
 STEP = "step_time"
 SECONDS = ("time/generate_s", "time/sync_s", STEP)
 
@@ -49,8 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-o",
         "--output",
         type=Path,
-        default=Path("report.png"),
-        help="picture to write (default: %(default)s)",
+        default=Path(PICTURE),
+        help="picture to write, or a directory for it (default: %(default)s)",
     )
 
 
@@ -65,9 +66,10 @@ def run(args: argparse.Namespace) -> int:
     weights = weight_panel(runs)
     if any(weights.lines.values()):
         panels.append(weights)
-    draw(panels, args.output)
+    picture: Path = args.output / PICTURE if args.output.is_dir() else args.output
+    draw(panels, picture)
     Console().print(build_table((*metrics, *SECONDS), runs))
-    print(f"Picture: {args.output}")
+    print(f"Picture: {picture}")
     return 0
 
 

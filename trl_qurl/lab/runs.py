@@ -65,5 +65,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
             raise ValueError("a step is not a whole number")
         return Run(file, header["settings"], rows)
     except (OSError, EOFError, ValueError, LookupError, TypeError) as error:
-        shape = "its first line must hold the settings, and all others a step"
-        raise ValueError(f"{file} is not a run log, or is damaged ({error}): {shape}.") from error
+        raise ValueError(
+            f"{file} is not a run log, or is damaged: its first line must hold the settings, and "
+            "all others a step."
+        ) from error

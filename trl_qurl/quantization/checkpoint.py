@@ -99,6 +99,11 @@ def load_model(
 
     trust = {"trust_remote_code": trust_remote_code}
     config = transformers.AutoConfig.from_pretrained(name_or_path, **trust)
+    if getattr(config, "quantization_config", None):
+        raise ValueError(
+            f"{name_or_path} is quantized already: give the policy in full precision, as "
+            "trainer.save_model() writes it."
+        )
     model_class = transformers.AutoModelForCausalLM
     if config.architectures:
         model_class = getattr(transformers, config.architectures[0], model_class)

@@ -166,7 +166,7 @@ class AheadVLLMGeneration(QuantizedVLLMGeneration):
         version = self.sync.version
         generated_before = self.cost.generate_s
         with self._asking_to("collect"):
-            rollout.result = super().generate(
+            rollout.result = self.generate_from_sent(
                 prompts=rollout.prompts, images=None, num_generations=rollout.group_size
             )
         rollout.waited_s += time.perf_counter() - started

@@ -170,14 +170,16 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         number = self.accelerator.process_index // self.tensor_parallel_size
         self._noise = EngineNoise(engine_kwargs["seed"], number)
         arguments = {"model_impl": self.model_impl, **engine_kwargs}
-        processes = self.accelerator.num_processes
-        colocated.prepare_process(plain_model(self.model), self.weights, arguments, processes)
+        colocated.prepare_process(plain_model(self.model), self.weights, arguments)
         route = self._make_route(name)
         start = self._write_start(route)
         logger.info("Starting vLLM%s.", "" if engine_kwargs.get("enforce_eager") else COMPILING)
         length = self.max_completion_length or 0
         build = functools.partial(colocated.build_engine, cls, start, engine_kwargs, length)
-        with substitute(vllm_generation, "LLM", build):
+        with (
+            colocated.as_launched(self.accelerator.num_processes),
+            substitute(vllm_generation, "LLM", build),
+        ):
             super()._init_vllm()
         logger.info("vLLM is ready.")
         if self._folder is not None and not self.rollout.round_base:
@@ -256,15 +258,21 @@ class QuantizedVLLMGeneration(VLLMGeneration):
             self._llm_weights_sleeping = False
         recover(self.sync.push, self._reconnect)
 
-    def loaded_step(self) -> int:
-        """Return the current step if the engine has the policy's weights, else -1. Collective."""
-        return self.sync.loaded_step()
-
     def policy_parameters(self) -> Tensors:
         """Yield what a sync sends, before it is quantized. Collective: read to the end."""
         return model_parameters(self.model, merges=True, grid=self.weights.grid)
 
     def generate(self, *args: Any, **kwargs: Any) -> Completions:
+        """Generate as the parent does, from the policy as it is now.
+
+        TRL syncs once a step. Weights that have changed since then are sent first, and so are those
+        of a sync that a subclass or a callback has left out.
+        """
+        if not self.sync.is_current():
+            QuantizedVLLMGeneration.sync_weights(self)
+        return self.generate_from_sent(*args, **kwargs)
+
+    def generate_from_sent(self, *args: Any, **kwargs: Any) -> Completions:
         """Generate as the parent does, from the weights of this run's last sync."""
         return recover(functools.partial(self._generate, args, kwargs), self._reconnect)
 

@@ -153,10 +153,10 @@ class WeightSync:
         last = self.unchanged_since if self._sent is None else self._sent.step
         return range(self.unchanged_since + 1, last + 1)
 
-    def loaded_step(self) -> int:
-        """Return the current step if the policy is as it was sent, else -1. Collective."""
-        now = SentWeights(self.global_step(), self._fingerprint())
-        return now.step if all(gather_object([now == self._sent])) else -1
+    def is_current(self) -> bool:
+        """Return whether the policy is as it was sent. A collective operation."""
+        is_same = self._sent is not None and self._sent.fingerprint == self._fingerprint()
+        return all(gather_object([is_same]))
 
     def _fingerprint(self) -> "Fingerprint":
         with self.cost.timed("check_s"):

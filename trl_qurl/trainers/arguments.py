@@ -7,7 +7,6 @@ import dataclasses
 import inspect
 import warnings
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -292,8 +291,11 @@ def _quantized_by(
         return f"{type(model).__name__} in memory" if is_quantized else None
     if configs:  # they say how to load what is stored
         return None
-    with suppress(OSError):  # loading it says what is missing
+    try:
         stored = PretrainedConfig.get_config_dict(model, **loading)[0]
-        if stored.get("quantization_config"):
-            return f"quantization_config in the config.json of {model}"
+    except OSError as error:  # without the model's name, if the Hub cannot be asked
+        error.add_note(f"The model is {model!r}: there is no such directory.")
+        raise
+    if stored.get("quantization_config"):
+        return f"quantization_config in the config.json of {model}"
     return None

@@ -161,19 +161,6 @@ class QuantizedEngineMixin(CheckpointsMixin):
         if isinstance(callback, TrainerAwareCallback):
             callback.trainer = weakref.proxy(self)
 
-    @property
-    def _last_loaded_step(self) -> int:
-        """Decides whether TRL syncs before it generates: unless this is the current step.
-
-        TRL's own value misses changes between two steps. Reading this one compares the weights with
-        those sent last, in all processes together.
-        """
-        return self.vllm_generation.loaded_step()
-
-    @_last_loaded_step.setter
-    def _last_loaded_step(self, step: int) -> None:
-        """Ignore what TRL remembers."""
-
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         started = time.perf_counter()
         inputs = super()._prepare_inputs(generation_batch)

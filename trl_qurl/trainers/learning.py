@@ -1,4 +1,4 @@
-"""Say once why a run learns nothing: frozen models, updates without effect, or equal rewards.
+"""Say once why a run learns nothing: frozen models, no gradient, no effect, or equal rewards.
 
 Loss, KL and grad_norm look healthy in the first two cases. Nothing is stopped: a learning rate of
 0, as in warmup, or a few rollouts without a signal are no fault, so each message waits until it has
@@ -20,6 +20,16 @@ logger = get_logger(__name__)  # of the main process
 
 PATIENCE = 3  # rollouts, or updates with a gradient and a learning rate
 
+INFINITE = (
+    "The reward function {!r} returned inf or -inf, and no answer in a group with such a reward "
+    "has an advantage, so the policy does not learn from it: return a finite number, or None."
+)
+NO_GRADIENT = (
+    "grad_norm was 0 in {} logged updates in a row, although rewards differ, so the policy does "
+    "not learn: look for code that froze it after training had begun (requires_grad), and for "
+    "rewards that are not finite."
+)
+
 
 class LearningWatch(TrainerAwareCallback):
     """Callback that watches the optimizer's parameters, changes of weights, and rewards."""
@@ -27,6 +37,7 @@ class LearningWatch(TrainerAwareCallback):
     def __init__(self) -> None:
         # steps with a gradient and a learning rate, since weights last changed
         self._moving: list[int] = []
+        self._still = 0  # latest updates without a gradient, from rewards that differ
         self._alike = 0  # latest rollouts whose rewards taught nothing
         self._reason = ""  # why
         self._has_learned = False  # from the rewards of any rollout
@@ -44,6 +55,7 @@ class LearningWatch(TrainerAwareCallback):
     ) -> None:
         """Compare the optimizer with what is trainable; start the counts."""
         self._moving = []
+        self._still = 0
         self._alike = 0
         self._has_learned = False
         trainer = self.trainer
@@ -63,11 +75,17 @@ class LearningWatch(TrainerAwareCallback):
         logs: Mapping[str, float],
         **kwargs: object,
     ) -> None:
-        """Warn if updates with a gradient and a learning rate changed no weight that was sent."""
+        """Warn of updates without a gradient, or that changed no weight that was sent."""
         norm = logs.get("grad_norm")
         rate = logs.get("learning_rate")
         if norm is None or rate is None:
             return
+        is_warm = state.global_step > vars(args).get("critic_warmup_steps", 0)
+        has_signal = self._has_learned and self._alike == 0 and is_warm
+        self._still = self._still + 1 if norm == 0 and has_signal else 0
+        # One update may see only those groups of a rollout whose rewards are equal.
+        if self._still >= PATIENCE * max(1, self.trainer.args.updates_per_rollout):
+            self._say_once("gradient", NO_GRADIENT.format(self._still))
         if 0 < norm < math.inf and rate > 0:
             self._moving.append(state.global_step)
         unchanged = self.trainer.vllm_generation.sync.unchanged_steps()
@@ -78,6 +96,9 @@ class LearningWatch(TrainerAwareCallback):
 
     def observe(self, metrics: Mapping[str, float]) -> None:
         """Judge a training rollout by its metrics; warn if the last ones taught nothing."""
+        for name in self.trainer.reward_func_names:
+            if math.isinf(metrics.get(f"rewards/{name}/mean", 0.0)):
+                self._say_once(name, INFINITE.format(name))
         if self.trainer._has_signal(metrics):
             self._alike = 0
             self._has_learned = True
@@ -162,10 +183,10 @@ def reason_alike(trainer: Any, metrics: Mapping[str, float]) -> str:
     cut = metrics.get("completions/clipped_ratio", 0.0)
     reward = metrics["reward"]
     limit = trainer.max_completion_length
-    if cut > 0.5:
-        return f"{cut:.0%} of the answers were cut off at max_completion_length={limit}, raise it"
     if math.isnan(reward):
         return "no reward function returned a number"
+    if cut == 1 or (cut > 0.5 and reward <= 0):
+        return f"{cut:.0%} of the answers were cut off at max_completion_length={limit}, raise it"
     if reward != 0:
         return (
             f"all answers to a question earned the same reward, {reward:.3g} on average, choose "

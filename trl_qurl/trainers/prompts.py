@@ -45,7 +45,7 @@ def measure_prompts(trainer: Trainer) -> LongestPrompt:
     rows = trainer.model.config.get_text_config().vocab_size
     for name, dataset in datasets_of(trainer).items():
         doubts: dict[str, list[int]] = {}
-        for index, prompt, tokens in tokenized(trainer, dataset):
+        for index, prompt, tokens in tokenized(trainer, name, dataset):
             check_tokens(tokens, rows, trainer._tokenizer, f"The prompt {name}[{index}]")
             if len(tokens) > longest.tokens:
                 longest = LongestPrompt(f"{name}[{index}]", len(tokens))
@@ -78,11 +78,21 @@ def datasets_of(trainer: Trainer) -> dict[str, Dataset]:
     }
 
 
-def tokenized(trainer: Trainer, dataset: Dataset) -> Iterator[tuple[int, Prompt, list[int]]]:
-    """Yield the index, the prompt, and its tokens for each row, as the trainer will tokenize it."""
+def tokenized(
+    trainer: Trainer, name: str, dataset: Dataset
+) -> Iterator[tuple[int, Prompt, list[int]]]:
+    """Yield the index, the prompt, and its tokens for each row, as the trainer will tokenize it.
+
+    Raises `ValueError` for a row without a prompt.
+    """
     prompts = dataset.select_columns("prompt")
     for start in range(0, min(len(prompts), MEASURED), BATCH):
         batch = prompts[start : min(start + BATCH, MEASURED)]["prompt"]
+        for offset, prompt in enumerate(batch):
+            if prompt is None or prompt == []:
+                raise ValueError(
+                    f"The prompt {name}[{start + offset}] is {prompt!r}: remove the row."
+                )
         for offset, tokens in enumerate(trainer._tokenize_prompts(batch)[0]):
             yield start + offset, batch[offset], tokens
 

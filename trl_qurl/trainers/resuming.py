@@ -39,7 +39,7 @@ def last_complete_checkpoint(output_dir: str | Path) -> Path:
     """Return the newest complete checkpoint of a run, and log which ones it passes over.
 
     Raises:
-        FileNotFoundError: The directory has no complete checkpoint.
+        ValueError: The directory has no complete checkpoint, as in transformers.
     """
     output_dir = Path(output_dir)
     checkpoints = sorted(output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*"), key=_step, reverse=True)
@@ -55,7 +55,7 @@ def last_complete_checkpoint(output_dir: str | Path) -> Path:
             return checkpoint
         incomplete.append(checkpoint.name)
     found = f"only incomplete ones ({', '.join(incomplete)})" if incomplete else "none"
-    raise FileNotFoundError(
+    raise ValueError(
         f"resume_from_checkpoint=True looks for a checkpoint in {output_dir} (output_dir), but "
         f"there is {found}: pass the path of a checkpoint, or leave resume_from_checkpoint out to "
         "begin a new run."

@@ -3,9 +3,8 @@
 One step, and which method holds each part of it:
 
 - Prompts: TRL's, and `_tokenize_prompts`.
-- Sync: TRL reads `_last_loaded_step` (`engine.py`), which compares the policy with what was sent,
-  and calls `sync_weights` of the backend (`rollout/backend.py`).
-- Generated: the backend's `generate`.
+- Sync: TRL calls `sync_weights` of the backend (`rollout/backend.py`) once a step.
+- Generated: the backend's `generate`, which first sends what has changed since.
 - Rewards: TRL's `_calculate_rewards`.
 - Log-probabilities of the policy: `_get_per_token_logps_and_entropies`, in a pass in advance, or
   inside the loss (`_scores_in_update`).

@@ -2,7 +2,7 @@
 
 A killed run loses only the line it was writing, and a full disk only the rows it has no room for.
 `trl_qurl.lab.runs` reads the log. Its mode is that of the other files in the directory, which users
-share and publish on purpose, so no secret may reach it.
+share and publish on purpose, so it holds numbers, and text only of the settings in `TEXTS`.
 """
 
 import fcntl
@@ -10,33 +10,34 @@ import functools
 import json
 import logging
 import os
-import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
 logger = logging.getLogger(__name__)
 
 RUN_LOG = "run.jsonl"
-HIDDEN = "<hidden>"
-
-# The last word of names of secrets: `hub_token`, `x-api-key`, `AWS_SECRET_ACCESS_KEY`, but not
-# `eos_token_id`.
-_NAME = (
-    r"(?:token|key|secret|password|passwd|passphrase|auth|authorization|bearer|credential|cookie)s?"
+TEXTS = frozenset(
+    (
+        "model",
+        "algorithm",
+        "model_runner",
+        "rollout_quantization",
+        "quantization_ignore",
+        "weight_sync",
+        "mismatch_guard",
+        "objective",
+        "vllm_mode",
+        "vllm_importance_sampling_mode",
+        "loss_type",
+        "importance_sampling_level",
+        "scale_rewards",
+        "multi_objective_aggregation",
+        "optim",
+        "lr_scheduler_type",
+    )
 )
-_SECRET_NAME = re.compile(f"{_NAME}$", re.IGNORECASE)
-# A secret inside a text, after what marks it: `HF_TOKEN=...`, `'api_key': '...'`, `?token=...`,
-# `--api-key ...`, `Authorization: Basic ...`, `Bearer ...`, `https://user:...@host`, or a token of
-# the Hub.
-_SECRET_TEXT = re.compile(
-    rf"""(
-        {_NAME}["']? \s*[=:]\s* ["']? (?:(?:basic|bearer)\s+)? | --[\w-]*{_NAME}\s+ | bearer\s+
-    ) [^\s"'&,;}}]+
-    | (?<=://) [^/\s"']+ (?=@) | \bhf_[A-Za-z0-9]{{30,}}""",
-    re.IGNORECASE | re.VERBOSE,
-)
+"""Settings that are logged although they are no numbers. In any other, a secret may stand."""
 
 _locks: dict[Path, int] = {}  # open directories of this process's runs, by path of the log
 
@@ -51,8 +52,7 @@ def begin_log(
 
     Args:
         path: The log file.
-        settings: The run's settings. Values that JSON cannot represent become text; secrets are
-            masked.
+        settings: The run's settings. Only numbers, True, False and None are kept, and `TEXTS`.
         history: Rows that the checkpoint holds (`TrainerState.log_history`).
 
     Raises:
@@ -72,8 +72,9 @@ def _write_log(
 ) -> None:
     if path.exists() and not history:
         path.rename(_free_name(path))
-    header = {"settings": _masked(_as_data(settings))}
-    lines = [_line(row) for row in [header, *history]]
+    kept = {name: value for name, value in settings.items() if name in TEXTS} | numbers(settings)
+    lines = [_line({"settings": kept})]
+    lines += [_line(numbers(row)) for row in history]
     tmp = path.with_suffix(".tmp")
     tmp.write_text("".join(lines), encoding="utf-8")
     tmp.replace(path)
@@ -95,13 +96,13 @@ def append_row(path: Path, row: Mapping[str, object]) -> None:
 
     Args:
         path: The log file.
-        row: Values by name, including `step`.
+        row: Values by name, including `step`. Only numbers are kept.
     """
     try:
         with open(path, "rb+") as file:
             file.seek(_end_of_rows(file))
             file.truncate()
-            file.write(_line(row).encode())
+            file.write(_line(numbers(row)).encode())
     except OSError as error:
         _warn_of_lost_rows(path, error.strerror)
 
@@ -177,44 +178,16 @@ def _warn_of_lost_rows(path: Path, reason: str) -> None:
     )
 
 
+def numbers(values: Mapping[str, object]) -> dict[str, object]:
+    """Return the values that are numbers, True, False or None."""
+    return {
+        name: value
+        for name, value in values.items()
+        if value is None or isinstance(value, int | float)
+    }
+
+
 def _line(content: Mapping[str, object]) -> str:
-    return json.dumps(_as_data(content)) + "\n"
-
-
-def _as_data(content: Mapping[str, object]) -> dict[str, object]:
-    """Return what JSON can represent, with `None` for numbers that it cannot, such as NaN."""
-    return json.loads(json.dumps(content, default=str), parse_constant=lambda name: None)
-
-
-def _masked(value: object, is_secret: bool = False) -> object:
-    """Return settings without texts whose name is that of a secret, or secrets inside others."""
-    if isinstance(value, dict):
-        return {
-            name: _masked(part, is_secret or _names_secret(name)) for name, part in value.items()
-        }
-    if isinstance(value, list):
-        return _masked_list(value, is_secret)
-    if not isinstance(value, str):
-        return value
-    return HIDDEN if is_secret else _masked_text(value)
-
-
-def _masked_list(values: list[object], is_secret: bool) -> list[object]:
-    masked = []
-    follows_option = False  # of a command line, as `--api-key`
-    for value in values:
-        masked.append(_masked(value, is_secret or follows_option))
-        text = str(value)
-        follows_option = text.startswith("--") and _names_secret(text)
-    return masked
-
-
-def _masked_text(text: str) -> str:
-    if text.startswith(("{", "[")):
-        with suppress(ValueError):  # a setting written as JSON
-            return json.dumps(_masked(json.loads(text)))
-    return _SECRET_TEXT.sub(lambda found: (found[1] or "") + HIDDEN, text)
-
-
-def _names_secret(name: str) -> bool:
-    return _SECRET_NAME.search(name) is not None
+    """Return a line of JSON, with `None` for numbers that it cannot represent, such as NaN."""
+    data = json.loads(json.dumps(content), parse_constant=lambda name: None)
+    return json.dumps(data) + "\n"

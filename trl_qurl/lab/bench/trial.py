@@ -144,7 +144,7 @@ def generate(job: Job, directory: str, pipe: Connection) -> None:
     model = random_model(job.model, "meta")
     weights = WeightStream(model, make_plan(model, job.formats, job.ignore))
     arguments = job.engine["vllm_engine_kwargs"]
-    prepare_process(model, weights, arguments, 1)
+    prepare_process(model, weights, arguments)
     start = CheckpointDirectory(None, 0)  # its name lets vLLM find its compilation cache again
     write_config(model, start.path, weights.plan.quantization_config())
     llm = build_engine(

@@ -142,7 +142,7 @@ def examine(formats: Sequence[str], quick: bool) -> Iterator[Line]:
         failed.append("torch")
     yield from devices
     gpus = devices[0].data.get("gpus", 0)
-    for trial in list_trials(formats or devices[-1].data.get("formats", ["int8"])[:1]):
+    for trial in list_trials(formats or devices[-1].data.get("formats", ["int8"])[:1], gpus):
         reason = ""
         obstacles = [name for name in failed if name in ("vllm", "torch", trial.needs)]
         if obstacles:
@@ -189,15 +189,18 @@ def with_culprit(trial: Trial, line: Line) -> Line:
     return replace(line, advice=f"It fails {', '.join(tried)}, too. {line.advice}")
 
 
-def list_trials(formats: Sequence[str]) -> list[Trial]:
-    """Return a trial for each format, and those in the first one alone."""
+def list_trials(formats: Sequence[str], gpus: int) -> list[Trial]:
+    """Return a trial for each format, and those in the first one alone.
+
+    On a GPU, trainer and server need one each.
+    """
     trials = []
     for form in formats:
         name = "mixed" if form.startswith("{") else form
         trials.append(Trial(f"train-{name}", "trial", form))
     first = trials[0]
     sleep = Trial("sleep", "trial", first.form, 1, needs=first.name)
-    server = Trial("server", "server", first.form, 2, needs=first.name)
+    server = Trial("server", "server", first.form, 2 if gpus else 0, needs=first.name)
     return [*trials, sleep, server]
 
 

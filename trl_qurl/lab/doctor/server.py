@@ -1,4 +1,4 @@
-"""Training with a server on the last GPU, which gets its weights over NCCL."""
+"""Training with a server: on the last GPU, with weights over NCCL, or on the CPU, by files."""
 
 from __future__ import annotations
 
@@ -31,16 +31,20 @@ def check(form: str, name: str) -> list[Line]:
     command = [sys.executable, "-m", "trl_qurl", "serve", model, "--enforce-eager"]
     command += [f"--scheme={form}", f"--port={port}", f"--dtype={full_precision()[1]}"]
     command += ["--max-model-len=64", "--kv-cache-memory-bytes=64M"]
-    command.append("--gpu-memory-utilization=0.3")
-    all_gpus = ",".join(map(str, range(torch.cuda.device_count())))
-    last_gpu = os.environ.get("CUDA_VISIBLE_DEVICES", all_gpus).split(",")[-1]
-    subprocess.Popen(command, env=os.environ | {"CUDA_VISIBLE_DEVICES": last_gpu})
+    environment = dict(os.environ)
+    route = "checkpoint"
+    place = "on this CPU, weights by files"
+    if torch.cuda.is_available():
+        command.append("--gpu-memory-utilization=0.3")
+        all_gpus = ",".join(map(str, range(torch.cuda.device_count())))
+        last_gpu = os.environ.get("CUDA_VISIBLE_DEVICES", all_gpus).split(",")[-1]
+        environment["CUDA_VISIBLE_DEVICES"] = last_gpu
+        route = "stream"
+        place = f"on GPU {last_gpu}, weights over NCCL"
+    subprocess.Popen(command, env=environment)
     url = f"http://127.0.0.1:{port}"
-    kl = train(
-        build_trainer(form, vllm_mode="server", vllm_server_base_url=url, weight_sync="stream")
-    )
+    kl = train(build_trainer(form, vllm_mode="server", vllm_server_base_url=url, weight_sync=route))
     text = (
-        f"trained {STEPS} steps with a server on GPU {last_gpu}, weights over NCCL, KL of actor "
-        f"and policy up to {kl:.1e} nats"
+        f"trained {STEPS} steps with a server {place}, KL of actor and policy up to {kl:.1e} nats"
     )
     return [Line(name, text, data={"kl": kl})]

@@ -100,9 +100,6 @@ def evaluate_task(trainer: Trainer, task: Task) -> dict[str, float]:
     first = accelerator.process_index * share
     # A server requires the same number of prompts from each process, so pad with the last question.
     indices = [min(index, count - 1) for index in range(first, first + share)]
-    if trainer.state.global_step != trainer._last_loaded_step:
-        trainer.vllm_generation.sync_weights()
-        trainer._last_loaded_step = trainer.state.global_step
     # As in the trainer's `_tokenize_prompts`; RLOO has neither tools nor a template of its own.
     template = {name: getattr(trainer, name, None) or None for name in ("chat_template", "tools")}
     template |= trainer.chat_template_kwargs
@@ -125,7 +122,7 @@ def evaluate_task(trainer: Trainer, task: Task) -> dict[str, float]:
 def complete_greedily(
     generation: QuantizedVLLMGeneration, prompts: list[list[int]]
 ) -> list[list[int]]:
-    """Generate one greedy completion per prompt with the engine's current weights.
+    """Generate one greedy completion per prompt from the policy as it is now.
 
     Training's other sampling options are left out, in `generation_kwargs` all but those that end a
     completion.

@@ -224,7 +224,7 @@ def learn(trainer: Trainer, checkpoint: Path | None) -> None:
             trainer.train(resume_from_checkpoint=checkpoint)
     except KeyboardInterrupt:
         way = "no checkpoint yet"
-        with suppress(FileNotFoundError):
+        with suppress(ValueError):
             latest = checkpoint_to_resume("true", trainer.args.output_dir)
             way = f"to continue from {latest}, add --resume_from_checkpoint true"
         raise KeyboardInterrupt(way) from None

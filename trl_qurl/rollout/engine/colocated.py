@@ -2,8 +2,11 @@
 
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from accelerate.utils import patch_environment
 
 from trl_qurl.quantization.checkpoint_form import NamedTensors
 from trl_qurl.quantization.scheme import QuantizationScheme
@@ -119,17 +122,28 @@ def start_engine(
 
 
 def prepare_process(
-    model: "PreTrainedModel", weights: WeightStream, arguments: dict[str, Any], processes: int
+    model: "PreTrainedModel", weights: WeightStream, arguments: dict[str, Any]
 ) -> None:
     """Check that vLLM can run a model with these arguments, and prepare this process for it."""
-    from vllm.utils.network_utils import get_open_port
-
     names = model.config.architectures or [type(model).__name__]
     check_hardware(model.config, weights.plan.schemes, arguments | {"architectures": names})
-    # TRL tries 29500 first, and runs that start at the same time all find it free.
-    if processes == 1 and not os.environ.get("MASTER_PORT"):
-        os.environ["MASTER_PORT"] = str(get_open_port())
     register_uncompiled(hardware.transformers_backend(names, arguments))
+
+
+def as_launched(processes: int) -> AbstractContextManager[None]:
+    """Inside the block, a single process has a launcher's variables, which vLLM's start reads.
+
+    TRL sets and keeps them, and the next trainer would take them for a launcher's.
+    """
+    from vllm.utils.network_utils import get_open_port
+
+    if processes > 1:
+        return nullcontext()
+    variables: dict[str, object] = {"rank": 0, "local_rank": 0, "world_size": 1}
+    variables["master_addr"] = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    # TRL tries 29500 first, and runs that start at the same time all find it free.
+    variables["master_port"] = os.environ.get("MASTER_PORT") or get_open_port()
+    return patch_environment(**variables)
 
 
 def build_engine(
