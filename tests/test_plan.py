@@ -6,12 +6,14 @@ import json
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from tiny import WHOLE_BLOCKS, save_tiny, stream_of, tiny_mixture, tiny_model, tiny_tokenizer
 
 from trl_qurl import cli
 from trl_qurl.lab.fake_quantization import quantized_forward
 from trl_qurl.quantization import SCHEMES, make_plan, write_checkpoint
+from trl_qurl.quantization.layers import has_large_keys
 from trl_qurl.quantization.merging import model_parameters
 from trl_qurl.quantization.plan import read_formats, require_formats, stored_formats
 
@@ -102,6 +104,13 @@ def test_what_cannot_be_planned_is_refused(case):
     with pytest.raises(ValueError) as error:
         make_plan(tiny_model(tie_word_embeddings=not is_head), formats, ["lm_head"] * (not is_head))
     assert all(part in str(error.value) for part in named), error.value
+
+
+def test_keys_with_biases_and_no_norm_are_large():
+    lora = get_peft_model(tiny_model("qwen2"), LoraConfig(target_modules=["k_proj"]))
+    large = (tiny_model("qwen2"), lora, tiny_mixture("qwen2_moe"))
+    assert all(has_large_keys(model) for model in large)
+    assert not any(has_large_keys(tiny_model(family)) for family in ("qwen3", "llama"))
 
 
 def test_something_must_be_quantized():

@@ -9,6 +9,7 @@ follow one another.
 import argparse
 import copy
 import json
+import logging
 import os
 import shutil
 import signal
@@ -233,7 +234,12 @@ def whole(parameter):
 
 
 def run(options):
+    warned = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda entry: warned.append(entry.getMessage())
+    logging.getLogger("trl_qurl.rollout.backend").addHandler(handler)
     trainer = build(options)
+    logging.getLogger("trl_qurl.rollout.backend").removeHandler(handler)
     KEPT.append(trainer)
     generation = trainer.vllm_generation
     critic_start = copied(trainer.critic.model.named_parameters()) if options.ppo else {}
@@ -241,6 +247,7 @@ def run(options):
     generation.sync_weights()
     record = {
         "probe_start": engine_logps(trainer),
+        "warned": warned,
         "whole_mb": generation.cost.take().sent_bytes / 1e6,
     }
     # the first rollout is to sync as it would without the probe above

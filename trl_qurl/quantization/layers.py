@@ -32,6 +32,13 @@ FUSED = (
 """Groups of layers that vLLM fuses if one module has all of them."""
 
 
+LARGE_KEYS = (
+    "kv_cache_dtype={!r} has scales of 1, but this model's keys have biases and no norm, as "
+    "Qwen2.5's, which are too large for it: use 'fp8_per_token_head' or 'int8_per_token_head' "
+    "(on a GPU), or leave kv_cache_dtype out."
+)
+
+
 class Layer(NamedTuple):
     """A linear layer, or a matrix of an expert, as patterns see it."""
 
@@ -44,6 +51,13 @@ class Layer(NamedTuple):
         from compressed_tensors.utils import is_match
 
         return any(is_match(name, self.module, patterns) for name in self.names)
+
+
+def has_large_keys(model: nn.Module) -> bool:
+    """Return whether a model's keys may be hundreds wide: they have biases, and no norm."""
+    names = [name for name, _ in model.named_parameters()]
+    has_norm = any("k_norm." in name for name in names)
+    return not has_norm and any("k_proj." in name and name.endswith("bias") for name in names)
 
 
 def ignored_modules(model: nn.Module, ignore: Iterable[str]) -> list[str]:

@@ -18,7 +18,8 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_qurl.quantization.checkpoint import CheckpointWriter
 from trl_qurl.quantization.checkpoint_form import plain_model
-from trl_qurl.quantization.layers import check_recurrent_layers
+from trl_qurl.quantization.formats import FP8_CACHES
+from trl_qurl.quantization.layers import LARGE_KEYS, check_recurrent_layers, has_large_keys
 from trl_qurl.quantization.merging import Tensors, model_parameters
 from trl_qurl.quantization.plan import format_name
 from trl_qurl.rollout.adapter import adapter_obstacle, adapter_rank, check_rounding, engine_rank
@@ -135,6 +136,8 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         description: EngineDescription = from_main_process(
             lambda: engine.describe() if engine else None, route.is_served
         )
+        if description.kv_cache_dtype in FP8_CACHES and has_large_keys(self.model):
+            logger.warning(LARGE_KEYS.format(description.kv_cache_dtype))
         self.context = description.max_model_len
         self.runner = description.runner
         route.attach(engine, description.dtype)
