@@ -19,7 +19,7 @@ from benchmarks.objectives.one_run import LORA, updates_of
 from benchmarks.objectives.recorder import BothPolicies
 from trl_qurl.lab.demo import evaluate, task, warm_start
 from trl_qurl.quantization.formats import SCHEMES, get_scheme
-from trl_qurl.rollout.contract.results import Completions
+from trl_qurl.rollout.results import Completions
 
 WEIGHT = torch.randn(16, 400, generator=torch.Generator().manual_seed(0))
 

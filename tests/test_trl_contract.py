@@ -1,7 +1,7 @@
 """Everything private that trl_qurl relies on in TRL, vLLM, transformers, accelerate, torch and
 llm-compressor.
 
-Most of it is data, the tables of `trl_qurl.rollout.contract`. Two tests compare them with the package: a
+Most of it is data, the tables of `trl_qurl.lab.contract`. Two tests compare them with the package: a
 private name that is not listed fails, and so does an import that a library no longer has. Sources
 are read, not imported, so this file needs no engine and is the first to run after an upgrade
 (`pytest tests/test_trl_contract.py`).
@@ -29,18 +29,16 @@ import trl_qurl
 from trl_qurl.config import CLIPPED_LOSS_TYPES, TAKEN_ENGINE_ARGUMENTS
 from trl_qurl.config.checks import HARMLESS, NEUTRAL
 from trl_qurl.config.refusals import SAMPLING_PARAMETERS
-from trl_qurl.lab.doctor import environment
-from trl_qurl.lab.doctor.environment import check_private_parts
-from trl_qurl.lab.doctor.report import Status
-from trl_qurl.rollout import contract
-from trl_qurl.rollout.contract import (
+from trl_qurl.lab.contract import (
     LIBRARIES,
     definition,
     read_tables,
     source_file,
     text_of,
-    untested,
 )
+from trl_qurl.lab.doctor import environment
+from trl_qurl.lab.doctor.environment import check_private_parts
+from trl_qurl.lab.doctor.report import Status
 from trl_qurl.trainers.arguments import NOT_PASSED, REWARD_KEYWORDS
 
 GRPO = "trl.trainer.grpo_trainer"
@@ -101,9 +99,7 @@ def changed_trl(tmp_path):
     """Changes a file of a copy of TRL, and returns what the contract says about the copy."""
     package = Path(importlib.util.find_spec("trl").submodule_search_locations[0])
     shutil.copytree(package, tmp_path / "trl", ignore=shutil.ignore_patterns("__pycache__"))
-    code = (
-        "from trl_qurl.rollout.contract import differences; print(*differences('trl'), sep='\\n')"
-    )
+    code = "from trl_qurl.lab.contract import differences; print(*differences('trl'), sep='\\n')"
 
     def change(file, before=None, after=None):
         path = tmp_path / "trl" / file
@@ -154,13 +150,6 @@ def test_a_change_of_trl_is_named(changed_trl, file, before, after, named):
     assert any(all(word in line for word in named) for line in found), found
 
 
-def test_a_trainer_says_in_what_an_untested_trl_differs(monkeypatch):
-    monkeypatch.setattr(contract, "differences", lambda library: ["generate is gone"])
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "99.0")
-    notice = untested("trl")
-    assert "trl 99.0" in notice and "generate is gone" in notice
-
-
 @needs_trl_1_16  # with TRL 1.15 doctor names what only images need
 def test_doctor_says_in_what_a_library_differs(monkeypatch):
     assert check_private_parts().status is Status.OK
@@ -195,14 +184,14 @@ def test_every_private_name_is_listed():
     extended = "".join(text_of(module, "") for module in modules)
     theirs = set(re.findall(r"(?:\bdef |\bself\.)(_\w+)", extended))
     used = {node.attr for node in attributes} | methods
-    tables = (Path(trl_qurl.__file__).parent / "rollout" / "contract").glob("*.txt")
+    tables = (Path(trl_qurl.__file__).parent / "lab" / "contract").glob("*.txt")
     texts = [path.read_text() for path in (Path(__file__), *tables)]
     listed = set(re.findall(r"\w+", "".join(texts)))
     for name in used - NOT_PRIVATE - listed:
         is_private = name.startswith("_") and not name.startswith("__")
         is_theirs = name not in ours or name in theirs
         assert not (is_private and is_theirs), (
-            f"{name} is private to a library: list it in trl_qurl/rollout/contract"
+            f"{name} is private to a library: list it in trl_qurl/lab/contract"
         )
 
 

@@ -4,7 +4,7 @@
 
 Takes a CUDA wheel (a path, or a requirement that pip downloads, 320 MB; by default the release in
 `requirements/gpu.in`) and prints which source files differ from the CPU build of the same release,
-and whether the names do that trl-qurl relies on: those of `rollout/contract/`, whose tests then run
+and whether the names do that trl-qurl relies on: those of `lab/contract/`, whose tests then run
 on the wheel's sources. Nothing of a wheel is imported, and compiled files are not compared. The
 exit status is 1 if a name is missing or defined differently, or a test fails.
 
@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CONTRACT = ROOT / "tests" / "test_trl_contract.py"
 LOCKED = ROOT / "requirements" / "gpu.in"
 sys.path[:0] = [str(ROOT), str(CONTRACT.parent)]
-contract = importlib.import_module("trl_qurl.rollout.contract")
+contract = importlib.import_module("trl_qurl.lab.contract")
 tests = importlib.import_module(CONTRACT.stem)
 
 SAME = "same"

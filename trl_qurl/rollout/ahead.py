@@ -40,9 +40,9 @@ from trl.trainer.utils import RepeatSampler
 
 from trl_qurl.rollout.backend import QuantizedVLLMGeneration, Samples, Tokens
 from trl_qurl.rollout.background import in_background
-from trl_qurl.rollout.contract.results import Completions, named
 from trl_qurl.rollout.engine.served import ServedEngine
 from trl_qurl.rollout.errors import ServerError
+from trl_qurl.rollout.results import Completions, named
 from trl_qurl.rollout.substitution import substitute
 
 logger = get_logger(__name__)  # of the main process

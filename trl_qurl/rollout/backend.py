@@ -23,7 +23,6 @@ from trl_qurl.quantization.layers import LARGE_KEYS, check_recurrent_layers, has
 from trl_qurl.quantization.merging import Tensors, model_parameters
 from trl_qurl.quantization.plan import format_name
 from trl_qurl.rollout.adapter import adapter_obstacle, adapter_rank, check_rounding, engine_rank
-from trl_qurl.rollout.contract.results import Completions, named
 from trl_qurl.rollout.cost import RolloutCost
 from trl_qurl.rollout.directory import CheckpointFolder
 from trl_qurl.rollout.engine import colocated
@@ -40,6 +39,7 @@ from trl_qurl.rollout.prompts import check_room, check_tokens
 from trl_qurl.rollout.recovery import from_main_process, raise_everywhere, recover
 from trl_qurl.rollout.repairs.finalizer import release_when_deleted
 from trl_qurl.rollout.repairs.image_prompts import as_plain, check_seen
+from trl_qurl.rollout.results import Completions, named
 from trl_qurl.rollout.routes import ROUTES, Route, stream_metadata
 from trl_qurl.rollout.substitution import substitute
 from trl_qurl.rollout.sync import WeightSync

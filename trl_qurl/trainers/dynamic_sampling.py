@@ -22,7 +22,7 @@ from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 
-from trl_qurl.rollout.contract.results import Generated, named
+from trl_qurl.rollout.results import Generated, named
 from trl_qurl.trainers.listed_tokens import Listing
 
 logger = get_logger(__name__)  # logs in the main process only

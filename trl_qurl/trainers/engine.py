@@ -3,7 +3,6 @@
 import functools
 import inspect
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -16,7 +15,6 @@ from trl import GRPOConfig, RLOOConfig
 
 from trl_qurl.rollout.ahead import AheadVLLMGeneration
 from trl_qurl.rollout.backend import QuantizedVLLMGeneration
-from trl_qurl.rollout.contract import untested
 from trl_qurl.rollout.mismatch import MismatchTally
 from trl_qurl.rollout.prompts import check_special_tokens
 from trl_qurl.rollout.recovery import raise_everywhere
@@ -84,9 +82,6 @@ class QuantizedEngineMixin(CheckpointsMixin):
         signature = inspect.signature(super().__init__)
         arguments = dict(signature.bind_partial(*positional, **kwargs).arguments)
         arguments |= arguments.pop("kwargs", {})  # some trainers leave the rest to their parent
-        notice = untested("trl")
-        if notice is not None:
-            warnings.warn(notice, stacklevel=2)
         args = checked_config(type(self), arguments.get("args"), arguments.get("model"))
         arguments["args"] = args
         self._before_engine(args, arguments)

@@ -18,8 +18,8 @@ from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 
 from trl_qurl.config import QuRLGRPOConfig
-from trl_qurl.rollout.contract.results import Generated, named
 from trl_qurl.rollout.mismatch import valid_logps
+from trl_qurl.rollout.results import Generated, named
 from trl_qurl.rollout.substitution import substitute
 from trl_qurl.trainers.dynamic_sampling import (
     DynamicSampler,

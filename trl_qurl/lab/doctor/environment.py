@@ -20,8 +20,8 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from trl_qurl import __version__
+from trl_qurl.lab.contract import LIBRARIES, differences
 from trl_qurl.lab.doctor.report import SECRET, Line, Status
-from trl_qurl.rollout.contract import LIBRARIES, differences
 
 PACKAGES = (
     "torch",

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from trl_qurl.cli.options import did_you_mean
 from trl_qurl.lab.comparison import option
+from trl_qurl.lab.contract import tree
 from trl_qurl.lab.device import cpu_settings
-from trl_qurl.rollout.contract import tree
 
 if TYPE_CHECKING:
     from trl import ModelConfig

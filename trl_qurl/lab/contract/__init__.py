@@ -16,14 +16,11 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib.metadata
 import importlib.util
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
-
-from packaging.requirements import Requirement
 
 LIBRARIES = (
     "trl",
@@ -79,24 +76,6 @@ def differences(library: str) -> list[str]:
     """Return a sentence for each row of a library that differs from what is installed."""
     rows = [row for row in read_tables() if row.module.partition(".")[0] == library]
     return [fault for row in rows if (fault := row.difference())]
-
-
-def untested(library: str) -> str | None:
-    """Return in what an installed library differs from tested ones, `None` if it is one of them."""
-    installed = importlib.metadata.version(library)
-    for text in importlib.metadata.requires("trl-qurl") or ():
-        requirement = Requirement(text)
-        if requirement.name == library and requirement.marker is None:
-            break
-    else:
-        return None
-    if requirement.specifier.contains(installed, prereleases=True):
-        return None
-    found = differences(library) or ["all private parts that trl-qurl relies on are there"]
-    return (
-        f"trl-qurl was tested with {requirement}, not with {library} {installed}: "
-        f"{'; '.join(found)}."
-    )
 
 
 def source_file(module: str) -> Path | None:
