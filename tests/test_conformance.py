@@ -355,12 +355,16 @@ def test_colocated_runs_choose_their_own_ports(tmp_path, monkeypatch):
 
     monkeypatch.setattr(vllm_generation, "LLM", start)
     for chosen in ("", "", "23457"):
-        with mock.patch.dict(os.environ, {"MASTER_PORT": chosen}), pytest.raises(InterruptedError):
-            build(QuRLGRPOTrainer, tmp_path)
+        with mock.patch.dict(os.environ, {"MASTER_PORT": chosen}):
+            before = dict(os.environ)
+            with pytest.raises(InterruptedError):
+                build(QuRLGRPOTrainer, tmp_path)
+            launcher = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+            left = {name for name in launcher if os.environ.get(name) != before.get(name)}
+            assert not left, "the next trainer would take them for a launcher's"
     assert ports[0] != ports[1]
     assert "29500" not in ports
     assert ports[2] == "23457"
-    assert not {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} & set(os.environ)
 
 
 def test_no_critic_sees(tmp_path):

@@ -72,9 +72,9 @@ def _write_log(
 ) -> None:
     if path.exists() and not history:
         path.rename(_free_name(path))
-    kept = {name: value for name, value in settings.items() if name in TEXTS} | numbers(settings)
+    kept = {name: value for name, value in settings.items() if name in TEXTS} | _numbers(settings)
     lines = [_line({"settings": kept})]
-    lines += [_line(numbers(row)) for row in history]
+    lines += [_line(_numbers(row)) for row in history]
     tmp = path.with_suffix(".tmp")
     tmp.write_text("".join(lines), encoding="utf-8")
     tmp.replace(path)
@@ -102,7 +102,7 @@ def append_row(path: Path, row: Mapping[str, object]) -> None:
         with open(path, "rb+") as file:
             file.seek(_end_of_rows(file))
             file.truncate()
-            file.write(_line(numbers(row)).encode())
+            file.write(_line(_numbers(row)).encode())
     except OSError as error:
         _warn_of_lost_rows(path, error.strerror)
 
@@ -178,7 +178,7 @@ def _warn_of_lost_rows(path: Path, reason: str) -> None:
     )
 
 
-def numbers(values: Mapping[str, object]) -> dict[str, object]:
+def _numbers(values: Mapping[str, object]) -> dict[str, object]:
     """Return the values that are numbers, True, False or None."""
     return {
         name: value
