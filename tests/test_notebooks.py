@@ -167,10 +167,12 @@ def test_the_notebook_that_explains_the_method(warm_python, tmp_path):
     # Rounding to fewer codes moves a policy more.
     _, int8, int4 = figures('"KL, k3": (rho', "KL, k3")
     assert 0 < int8 < int4
-    # Shared rounded weights remove a part of it.
+    # Shared rounded weights remove a part of it, and nearly all of what four bits do: INT4 has the
+    # activations of INT8. An actor that rounds its weights twice would keep a third.
     ways = 'WAYS = ("exact", "round_base")'
-    for exact, rounded in zip(figures(ways, "exact"), figures(ways, "round_base"), strict=True):
-        assert 1e-9 < rounded < exact
+    exact, rounded = figures(ways, "exact"), figures(ways, "round_base")
+    assert all(1e-9 < after < before for before, after in zip(exact, rounded, strict=True))
+    assert rounded[2] < exact[2] / 20
     # AdamW: s. Gradient descent: s². Powers of two do not change codes.
     assert figures("gradient descent: lift", "s = 2")[1:3] == pytest.approx([2, 4], rel=0.02)
     assert re.search(r"s = 2\.0 .* differ 0\.0000 %", shown(notebook, "scale_model_"))
