@@ -34,8 +34,8 @@ FUSED = (
 
 LARGE_KEYS = (
     "kv_cache_dtype={!r} has scales of 1, but this model's keys have biases and no norm, as "
-    "Qwen2.5's, which are too large for it: use 'fp8_per_token_head' or 'int8_per_token_head' "
-    "(on a GPU), or leave kv_cache_dtype out."
+    "Qwen2.5's, and may be too large for it: leave kv_cache_dtype out, or try "
+    "'fp8_per_token_head' or 'int8_per_token_head' (on a GPU) and compare mismatch/kl_k3."
 )
 
 
