@@ -44,6 +44,8 @@ PAIRS = [
     ("0.5", "5 tenths", "right", "tenths divide"),
     ("5", "5 dozen", "wrong", "a word is a unit only if the list of units has it"),
     ("\\frac{10}{3}", "3\\frac13", "right", "a mixed number of TeX"),
+    ("0.\\overline{3}", "\\frac13", "right", "digits that repeat"),
+    ("0.\\overline{3}", "0", "wrong", "math-verify would drop what is under the bar"),
     # Units
     (
         "12",
@@ -102,6 +104,7 @@ PAIRS = [
     ("C#", "C", "wrong", "what is no formula must be the same"),
     ("π", "\\pi", "right", "a letter of Unicode"),
     ("√2", "\\sqrt2", "right", "a root of Unicode"),
+    ("½x + 3", "\\frac{x}{2}+3", "right", "a fraction of Unicode"),
     ("[0, ∞)", "[0, \\infty)", "right", "infinity of Unicode"),
     ("pi/4", "\\frac\\pi4", "right", "pi in letters, and TeX without braces"),
     ("\\frac{4}{3}\\pi", "\\frac34\\pi", "wrong", "another formula"),

@@ -28,14 +28,15 @@ SYMBOLS = (
     r"|μ\mu |ν\nu |ξ\xi |π\pi |ρ\rho |σ\sigma |τ\tau |φ\phi |χ\chi |ψ\psi |ω\omega |Γ\Gamma "
     r"|Δ\Delta |Θ\Theta |Λ\Lambda |Ξ\Xi |Π\Pi |Σ\Sigma |Φ\Phi |Ψ\Psi |Ω\Omega |×\times |·\cdot "
     r"|⋅\cdot |÷\div |±\pm |≤\le |≥\ge |≠\ne |≈\approx |∞\infty |∅\emptyset |∪\cup |∩\cap |∈\in "
-    "|→\\to |\N{FRACTION SLASH}/|\N{MINUS SIGN}-|\N{EN DASH}-|‘'|’'|′'|“\"|”\""
+    "|→\\to |\N{FRACTION SLASH}}{|\N{MINUS SIGN}-|\N{EN DASH}-|‘'|’'|′'|“\"|”\""
 )
 TO_TEX = {ord(pair[0]): pair[1:] for pair in SYMBOLS.split("|")}
 ARGUMENT = r"\s*(\\[A-Za-z]+|[^\s\\{}[])"  # without its braces
 LOOKS = {
     "[⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+": r"^{\g<0>}",
     "[₀-₉]+": r"_{\g<0>}",
-    "[¼-¾⅐-⅞]": r" \g<0>",
+    r"(?<=\d)\N{FRACTION SLASH}(?=\d)": "/",
+    "[¼-¾⅐-⅞]": r" \\frac{\g<0>}",  # to NFKC, ½ is 1⁄2, of which SYMBOLS makes 1}{2
     "[ℂℕℚℝℤ]": r"\\mathbb{\g<0>}",
     r"(?:√|(?<![A-Za-z\\])sqrt)\s*(\d+|\w|\([^()]*\))": r"\\sqrt{\1}",
     r"\\?[$€£¥₹]|(?<!\\)\\!|\\(?:left|right|displaystyle)(?![a-z])": "",
@@ -46,9 +47,11 @@ LOOKS = {
     r"\\(?:text\w*|math(?:rm|bf|it|tt|cal)|mbox|boldsymbol|url|ce)\s*\{([^{}]*)\}": r" \1",
     r"\\[dtc](frac|binom)": r"\\\1",
     r"\\varnothing": "∅",
+    r"\\rightarrow": "→",
     r"\b(?:infinity|inf)\b": "∞",
     rf"(\\sqrt(?:\[\w+\])?|\\frac|\\binom|\\mathbb){ARGUMENT}": r"\1{\2}",
     rf"(\\(?:frac|binom)\{{{INSIDE}\}}){ARGUMENT}": r"\1{\2}",
+    r"(?<=[\d.])\\overline\{(\d+)\}": r"\1" * 8,
     r"\s+": " ",
     " ?/ ?": "/",
     r"^ | $|(?<!\.)[.,;] ?$": "",
@@ -62,7 +65,7 @@ POWERS = (-3, -2, -1, 2, 3, 5, 6, 7, 9, 12)
 NUMBER = re.compile(
     rf"""(?:(?:Rs\.?|USD|EUR|GBP|INR)\s?)?(?P<sign>[-+]?)\s?
     (?:
-        (?P<ratio>(?:\d+\s)?\d+/0*[1-9]\d*)
+        (?P<ratio>(?:\d+\s+)?\d+/0*[1-9]\d*)
         | (?P<digits>(?:\d{{1,3}}(?P<comma>[,'\s_])\d{{3}}(?:(?P=comma)\d{{3}})*
             |\d{{1,2}}(?:,\d\d)+,\d{{3}}|\d+)(?:\.\d*)?|\.\d+)
           (?:e\{{?(?P<power>[-+]?\d{{1,3}})\}}?)?
@@ -116,6 +119,8 @@ WORDS = {
 FORMULA = {
     rf"(?<![A-Za-z\\])({FUNCTIONS})(?![A-Za-z])": r"\\\1",
     rf"(?:^|(?<==))((?:[^A-Za-z\\=]|\\[A-Za-z]+)*(?<=[\d}})i])){UNITS}$": r"\1",
+    r"(?<![\w.^])(\d+)/(\d+)(?= )": r"\\frac{\1}{\2}",
+    r"\*\*": "^",
     "'": r"^{\\prime}",
     "%": r"\\%",
     r"(?<=[^\w}])\s(?=[A-Za-z]+$)": "",
