@@ -9,7 +9,8 @@ from itertools import compress, pairwise
 import pytest
 from tiny import SHARED
 
-from trl_qurl.lab.data import INSTRUCTION, load_questions
+from trl_qurl.lab import data
+from trl_qurl.lab.data import INSTRUCTION, describe_solutions, load_questions
 from trl_qurl.lab.evaluation.tasks import are_correct
 from trl_qurl.lab.grading import as_solution
 
@@ -54,6 +55,21 @@ def test_the_answers_of_two_benchmarks_are_graded():
         are_right = are_correct(texts[:-1], solutions[1:])
         pairs = compress(pairwise(answers), are_right)
         assert [(one, other) for one, other in pairs if one != other] == equal
+
+
+def test_a_line_says_what_cannot_be_compared_as_mathematics(tmp_path, monkeypatch):
+    pytest.importorskip("math_verify")
+    answers = ("12 legs", "Paris", "x + 1", "C#", "\\frac{1}{3}", "C#")
+    path = write(tmp_path / "q.jsonl", *({"question": "q", "answer": answer} for answer in answers))
+    solutions = load_questions(path)["solution"][:]
+    counts = "5 answers are compared as mathematics, 1 as text; no form is known for "
+    example = "2, such as $C#$: only the same text is right"
+    assert describe_solutions(solutions) == f"{counts}{example}."
+    assert describe_solutions(["$1$", "$x$"]).endswith("0 as text; no form is known for 0.")
+    monkeypatch.setattr(data, "CHECKED", 2)
+    assert describe_solutions(solutions) == f"{counts}{example} (of the first 2 formulas)."
+    monkeypatch.setattr(data, "CHECKED", 1)
+    assert describe_solutions(solutions) == f"{counts}0 (of the first 1 formulas)."
 
 
 def test_a_hub_name_is_not_looked_for_on_disk(monkeypatch):
@@ -185,7 +201,7 @@ def test_values_are_not_converted(tmp_path):
     assert rows["solution"][:] == [
         "$\\text{2024-01-05}$",
         "$12345678901234567.5$",
-        "$1.50$",
+        "$1.5$",
         "$\\text{False}$",
     ]
     assert content_of(rows[0]).startswith("1.50\n")

@@ -358,7 +358,7 @@ def test_prompts_are_made_with_the_arguments_for_the_chat_template(tmp_path):
     assert tiny_tokenizer().decode(tokens).replace(" ", "").endswith("[no]")
 
 
-def test_evaluation_says_how_answers_are_compared(tmp_path, capsys):
+def test_words_and_numbers_are_graded(tmp_path, capsys):
     outputs = []
     for text in ("paris", "5"):
         box = f"\\boxed{{{text}}}"
@@ -368,7 +368,7 @@ def test_evaluation_says_how_answers_are_compared(tmp_path, capsys):
     job = job_of(tmp_path, ["Paris", "4"])
     found = list(answer_task(llm, job.tasks[0], [[1], [1]], job))
     assert [row.correct for row in found] == [[True], [False]]
-    assert "2 questions, 1 compared as text" in capsys.readouterr().out
+    assert "INT8: sums, 2 questions" in capsys.readouterr().out
 
 
 def test_answers_must_fit_into_the_context(tmp_path, capsys):
@@ -377,7 +377,9 @@ def test_answers_must_fit_into_the_context(tmp_path, capsys):
     out = tmp_path / "out"
     words = ["eval", model, "--tasks", questions, "--scheme", "int8", "--output-dir", str(out)]
     assert cli.main(words) == 2
-    assert "--max-tokens 2048 do not fit" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "sums: 1 answers are compared as mathematics" in said.out, "before the engine starts"
+    assert "--max-tokens 2048 do not fit" in said.err
     assert not out.exists(), "found before the model is quantized"
     assert encode_prompts(model, ["a" * 10, "b" * 30], 98)[1] == 128
     with pytest.raises(ValueError, match="at most --max-tokens 98"):

@@ -281,7 +281,7 @@ def test_reward_functions_by_name_and_by_path(my_rewards):
 @pytest.mark.parametrize("command", ["grpo", "ppo", "rloo"])
 @pytest.mark.parametrize("is_graded", [False, True])
 def test_reward_functions_reach_the_trainer(
-    command, is_graded, my_rewards, model, tmp_path, monkeypatch
+    command, is_graded, my_rewards, model, tmp_path, monkeypatch, caplog
 ):
     built = MagicMock()
     monkeypatch.setattr(trl_qurl, f"QuRL{command.upper()}Trainer", built)
@@ -297,6 +297,7 @@ def test_reward_functions_reach_the_trainer(
     [row] = given["train_dataset"]
     assert (row["level"], row["answer"]) == (2, "2")
     assert row.get("solution") == ("$2$" if is_graded else None)
+    assert ("1 answers are compared as mathematics, 0 as text" in caplog.text) == is_graded
     assert row["prompt"][0]["content"].endswith("boxed{}.") == is_graded
     assert ("value_model" in given) == (command == "ppo")
 

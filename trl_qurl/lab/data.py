@@ -10,14 +10,15 @@ from __future__ import annotations
 import csv
 import gzip
 import json
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trl_qurl.cli.options import check_hub
-from trl_qurl.lab.grading import as_solution
+from trl_qurl.lab.grading import as_solution, is_text
 from trl_qurl.paths import home_advice, is_local
 
 if TYPE_CHECKING:
@@ -36,6 +37,9 @@ FORMS = {
 }
 SUFFIXES = (".json", ".jsonl", ".csv", ".parquet")
 """Local files that can be read; `.gz` may follow, except after `.parquet`."""
+
+CHECKED = 1000
+"""Formulas that are read before a run, in a few seconds."""
 
 Row = dict[str, Any]
 
@@ -109,6 +113,32 @@ def load_questions(
     from datasets import Dataset
 
     return Dataset.from_dict(columns)
+
+
+def describe_solutions(solutions: Sequence[str]) -> str:
+    """Say how answers are compared, and how many formulas math-verify cannot read."""
+    from math_verify import parse
+
+    texts = sum(map(is_text, solutions))
+    formulas = [
+        solution
+        for solution in dict.fromkeys(solutions)
+        if not is_text(solution) and re.search(r"[^-.\d$]", solution)
+    ]
+    unread = [
+        formula
+        for formula in formulas[:CHECKED]
+        if all(isinstance(form, str) for form in parse(formula))  # it returns the text as well
+    ]
+    line = (
+        f"{len(solutions) - texts} answers are compared as mathematics, {texts} as text; no form "
+        f"is known for {sum(solution in unread for solution in solutions)}"
+    )
+    if unread:
+        line += f", such as {unread[0]}: only the same text is right"
+    if len(formulas) > CHECKED:
+        line += f" (of the first {CHECKED} formulas)"
+    return f"{line}."
 
 
 def _load_rows(name: str, split: str, config: str | None) -> Iterable[Row]:

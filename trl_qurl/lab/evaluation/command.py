@@ -70,12 +70,15 @@ def run(args: argparse.Namespace) -> int:
 
     from rich.console import Console
 
+    from trl_qurl.lab.data import describe_solutions
     from trl_qurl.lab.evaluation.results import build_table, summarize
     from trl_qurl.lab.evaluation.tasks import encode_prompts, load_tasks
     from trl_qurl.lab.evaluation.worker import Job, answer_once
     from trl_qurl.rollout.engine.launch import content_digest, resolve_model
 
     tasks = load_tasks(args.tasks.split(","), args.limit)
+    for task in tasks:
+        print(f"{task.name}: {describe_solutions(task.solutions)}", flush=True)
     directory = resolve_model(args.model)
     template = args.chat_template_kwargs
     encoded = [

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from trl_qurl.lab.comparison import write_json
 from trl_qurl.lab.evaluation.results import Answers
 from trl_qurl.lab.evaluation.tasks import Task, are_correct
-from trl_qurl.lab.grading import is_text
 from trl_qurl.lab.processes import call_in_child
 from trl_qurl.quantization.plan import Formats, schemes_of
 from trl_qurl.rollout.wire import COMPILING
@@ -84,8 +83,7 @@ def answer_task(llm: LLM, task: Task, prompts: list[list[int]], job: Job) -> Ite
     """Generate the answers to a task with vLLM's progress bar, and yield them graded."""
     from vllm import SamplingParams
 
-    counts = f"{len(prompts)} questions, {sum(map(is_text, task.solutions))} compared as text"
-    print(f"{job.label}: {task.name}, {counts}", flush=True)
+    print(f"{job.label}: {task.name}, {len(prompts)} questions", flush=True)
     params = []
     for question in range(len(prompts)):
         # Its own, so that its answers do not depend on other questions; unlike Python's hash, a

@@ -173,8 +173,7 @@ def _check_arguments(
 
 def _load_questions(script_args: ScriptArguments) -> Dataset:
     """Load the questions, and log how their answers are compared."""
-    from trl_qurl.lab.data import load_questions
-    from trl_qurl.lab.grading import is_text
+    from trl_qurl.lab.data import describe_solutions, load_questions
 
     logger.info("Loading the questions of %s.", script_args.dataset)
     is_graded = _grades(script_args)
@@ -189,10 +188,7 @@ def _load_questions(script_args: ScriptArguments) -> Dataset:
         keep_columns=bool(script_args.reward_funcs),
     )
     if is_graded:
-        texts = sum(map(is_text, questions["solution"]))
-        logger.info(
-            "%d answers are compared as mathematics, %d as text.", len(questions) - texts, texts
-        )
+        logger.info("%s", describe_solutions(questions["solution"][:]))
     return questions
 
 
