@@ -19,6 +19,7 @@ from tiny import (
     stream_of,
     tiny_mixture,
     tiny_model,
+    write_with_llmcompressor,
 )
 from tiny_vision import VISION_FAMILIES, tiny_vision_model, vision_processor
 from torch import nn
@@ -73,13 +74,12 @@ def test_sent_tensors_are_those_of_the_models_checkpoint(family, tmp_path):
 )
 def test_a_quantized_mixture_equals_llmcompressors(family, ignore, tmp_path):
     pytest.importorskip("llmcompressor", reason="compares with llm-compressor")
-    for quantizer in ("streaming", "llmcompressor"):
+    for write in (write_checkpoint, write_with_llmcompressor):
         model = tiny_mixture(family, torch.bfloat16)
-        write_checkpoint(
-            model, None, "int8", tmp_path / quantizer, ignore=ignore, quantizer=quantizer
-        )
+        write(model, None, "int8", tmp_path / write.__name__, ignore=ignore)
     ours, theirs = (
-        load_file(tmp_path / name / "model.safetensors") for name in ("streaming", "llmcompressor")
+        load_file(tmp_path / write.__name__ / "model.safetensors")
+        for write in (write_checkpoint, write_with_llmcompressor)
     )
     assert_same(ours, theirs)
     assert any("experts.3.up_proj.weight" in name for name in ours)

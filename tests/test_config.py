@@ -1,7 +1,6 @@
 """QuRLGRPOConfig: its defaults, what it refuses and what it advises, and when it warns."""
 
 import dataclasses
-import importlib.util
 import json
 import warnings
 from dataclasses import dataclass
@@ -17,7 +16,12 @@ from trl.experimental.sdft import SDFTConfig
 from trl.experimental.sdpo import SDPOConfig
 
 from trl_qurl import QuRLGRPOConfig, QuRLPPOConfig
-from trl_qurl.config import CLIPPED_LOSS_TYPES, TAKEN_ENGINE_ARGUMENTS, QuantizedRolloutsConfig
+from trl_qurl.config import (
+    CLIPPED_LOSS_TYPES,
+    TAKEN_ENGINE_ARGUMENTS,
+    QuantizedRolloutsConfig,
+    refusals,
+)
 from trl_qurl.config.checks import check_types
 from trl_qurl.config.refusals import CHOICES, GROUP_NUMBERS, NUMBERS, UNFOLLOWED
 from trl_qurl.objective import OBJECTIVES
@@ -186,7 +190,7 @@ CONFLICTING = [
     ({"rollouts_ahead": 1, "vllm_mode": "colocate"}, "vllm_mode='server'"),
     ({"vllm_engine_kwargs": {"enforce_eager": True}, "vllm_mode": "server"}, "trl-qurl serve"),
     ({"smooth_activations": True, "rollout_quantization": "fp8"}, NO_SMOOTHING),
-    ({"smooth_activations": True, "weight_sync": "llmcompressor"}, NO_SMOOTHING),
+    ({"smooth_activations": True, "weight_sync": "adapter"}, NO_SMOOTHING),
     ({"smooth_activations": True, "round_base": True}, NO_SMOOTHING),
     ({"sync_ref_model": True, "uaq_scale": 1.5, "beta": 0.1}, "sync_ref_model=False"),
     ({"dynamic_sampling_reward": "length"}, "dynamic_sampling=True"),
@@ -228,13 +232,13 @@ def test_caches_that_only_gpus_have(cache, monkeypatch):
     config(**settings)
 
 
-def test_llmcompressor_works_in_one_process(monkeypatch):
-    # whether llm-compressor is here or not
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    config(weight_sync="llmcompressor")
+def test_llmcompressor_is_for_any_number_of_processes_if_it_is_installed(monkeypatch):
     monkeypatch.setattr(QuRLGRPOConfig, "world_size", 2)
+    monkeypatch.setattr(refusals, "find_spec", lambda name: object())
+    config(weight_sync="llmcompressor", smooth_activations=True)
+    monkeypatch.setattr(refusals, "find_spec", lambda name: None)
     message = refusal(weight_sync="llmcompressor")
-    assert "world_size=2" in message and "weight_sync='auto'" in message
+    assert "trl-qurl[llmcompressor]" in message and "or use 'auto'" in message
 
 
 def test_processes_wait_for_the_main_one_longer_than_it_waits_for_the_server(monkeypatch):

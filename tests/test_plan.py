@@ -8,7 +8,15 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from tiny import WHOLE_BLOCKS, save_tiny, stream_of, tiny_mixture, tiny_model, tiny_tokenizer
+from tiny import (
+    WHOLE_BLOCKS,
+    save_tiny,
+    stream_of,
+    tiny_mixture,
+    tiny_model,
+    tiny_tokenizer,
+    write_with_llmcompressor,
+)
 
 from trl_qurl import cli
 from trl_qurl.lab.fake_quantization import quantized_forward
@@ -166,14 +174,11 @@ def test_a_mixed_checkpoint_is_that_of_llmcompressor(formats, dtype, tmp_path):
     pytest.importorskip("llmcompressor", reason="compares with llm-compressor")
     model = tiny_model("llama", dtype, **WHOLE_BLOCKS)
     tensors, said = [], []
-    for quantizer in ("streaming", "llmcompressor"):
-        write_checkpoint(
-            model, tiny_tokenizer(), formats, tmp_path / quantizer, quantizer=quantizer
-        )
-        tensors.append(load_file(tmp_path / quantizer / "model.safetensors"))
-        config = json.loads((tmp_path / quantizer / "config.json").read_text())[
-            "quantization_config"
-        ]
+    for write in (write_checkpoint, write_with_llmcompressor):
+        path = tmp_path / write.__name__
+        write(model, tiny_tokenizer(), formats, path)
+        tensors.append(load_file(path / "model.safetensors"))
+        config = json.loads((path / "config.json").read_text())["quantization_config"]
         said.append((config["format"], stored_formats(config, tensors[-1])))
     assert said[0] == said[1] and len(set(said[0][1].values())) == 2
     ours, theirs = tensors

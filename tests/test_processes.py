@@ -183,10 +183,10 @@ def test_a_server_and_a_colocated_engine_agree(runs):
 @pytest.mark.xdist_group("server")
 @pytest.mark.parametrize("way", ["fsdp2", pytest.param("zero3", marks=needs_deepspeed)])
 def test_weights_held_in_parts_arrive_whole(way, run_scenario, int8_server, tmp_path):
-    modes = {
-        "colocate": {},
-        "server": {"vllm_mode": "server", "vllm_server_base_url": int8_server.url},
-    }
+    served = {"vllm_mode": "server", "vllm_server_base_url": int8_server.url}
+    modes = {"colocate": {}, "server": served}
+    if importlib.util.find_spec("llmcompressor"):
+        modes["server, llm-compressor"] = served | {"weight_sync": "llmcompressor"}
     arguments = []
     for mode, config in modes.items():
         arguments += [

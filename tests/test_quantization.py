@@ -12,7 +12,16 @@ from compressed_tensors.quantization.quant_args import round_to_quantized_type_a
 from compressed_tensors.quantization.utils import calculate_qparams
 from conftest import needs_llmcompressor
 from safetensors.torch import load_file
-from tiny import FAMILIES, WHOLE_BLOCKS, layers_of, stream_of, tiny_model, tiny_tokenizer
+from tiny import (
+    FAMILIES,
+    WHOLE_BLOCKS,
+    assert_same_bits,
+    layers_of,
+    stream_of,
+    tiny_model,
+    tiny_tokenizer,
+    write_with_llmcompressor,
+)
 from torch.overrides import TorchFunctionMode
 
 from trl_qurl.quantization import (
@@ -29,15 +38,6 @@ INT8 = SCHEMES["int8"]
 FP8_BLOCK = SCHEMES["fp8_block"]
 MXFP8 = SCHEMES["mxfp8"]
 EPS = torch.finfo(torch.float32).eps
-
-
-def assert_same_bits(tensors, expected):
-    assert tensors.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert tensors[name].dtype == tensor.dtype, name
-        assert tensors[name].shape == tensor.shape, name
-        bits = tensors[name].contiguous().view(torch.uint8)
-        assert torch.equal(bits, tensor.contiguous().view(torch.uint8)), name
 
 
 @pytest.mark.parametrize(
@@ -143,17 +143,13 @@ def test_packed_codes_by_hand(scheme, limit, words):
     assert SCHEMES[scheme].quantize_activations(weight) is weight
 
 
-@pytest.mark.parametrize("quantizer", ["streaming", "llmcompressor"])
-def test_widths_that_groups_do_not_divide_are_refused_with_the_pattern_that_keeps_them(
-    quantizer, tmp_path
-):
-    pytest.importorskip("llmcompressor")
+def test_widths_that_groups_do_not_divide_are_refused_with_the_pattern_that_keeps_them(tmp_path):
     model = tiny_model(intermediate_size=192)
     message = r"2 of the 14 .*model\.layers\.0\.mlp\.down_proj: it has 192 .*'re:\.\*down_proj'"
     with pytest.raises(ValueError, match=message):
-        write_checkpoint(model, None, "w4a16", tmp_path / "out", quantizer=quantizer)
+        write_checkpoint(model, None, "w4a16", tmp_path / "out")
     ignore = ["lm_head", "re:.*down_proj"]
-    write_checkpoint(model, None, "w4a16", tmp_path / "out", quantizer=quantizer, ignore=ignore)
+    write_checkpoint(model, None, "w4a16", tmp_path / "out", ignore=ignore)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
@@ -310,7 +306,7 @@ def test_layers_of_a_peft_model_are_those_of_its_base():
 def assert_streamed_equals_llmcompressor(model, scheme, directory, ignore=("lm_head",)):
     streamed = dict(stream_of(model, get_scheme(scheme), ignore).tensors(model_parameters(model)))
     path = directory / "out"
-    write_checkpoint(model, None, scheme, path, ignore=ignore, quantizer="llmcompressor")
+    write_with_llmcompressor(model, None, scheme, path, ignore)
     assert_same_bits(streamed, load_file(path / "model.safetensors"))
 
 
@@ -353,7 +349,7 @@ def test_stream_equals_llmcompressor_on_zeros_and_tiny_weights(scheme, dtype, tm
 
 @needs_llmcompressor
 def test_llmcompressor_leaves_no_copy_of_the_model_behind(tmp_path, monkeypatch):
-    # A run makes one at every step; where there is a process group, in shared memory.
+    # A run makes one at every step.
     copies = []
 
     def duplicate(*arguments):
@@ -363,7 +359,7 @@ def test_llmcompressor_leaves_no_copy_of_the_model_behind(tmp_path, monkeypatch)
 
     make = checkpoint._duplicate
     monkeypatch.setattr(checkpoint, "_duplicate", duplicate)
-    write_checkpoint(tiny_model(), None, "int8", tmp_path / "out", quantizer="llmcompressor")
+    write_with_llmcompressor(tiny_model(), None, "int8", tmp_path / "out")
     assert [copy() for copy in copies] == [None]
 
 
@@ -381,20 +377,11 @@ def test_stream_equals_llmcompressor_with_the_head(scheme, tmp_path):
 def test_both_writers_tell_vllm_the_same(scheme, ignore, tmp_path):
     model = tiny_model(num_hidden_layers=1, tie_word_embeddings=False, **WHOLE_BLOCKS)
     told = []
-    for quantizer in ("llmcompressor", "streaming"):
-        path = tmp_path / quantizer
-        write_checkpoint(
-            model,
-            tiny_tokenizer(),
-            scheme,
-            path,
-            ignore=ignore,
-            quantizer=quantizer,
-        )
+    for write in (write_with_llmcompressor, write_checkpoint):
+        path = tmp_path / write.__name__
+        write(model, tiny_tokenizer(), scheme, path, ignore=ignore)
         config = json.loads((path / "config.json").read_text())
         assert config["architectures"] == ["Qwen2ForCausalLM"]
-        assert (path / "tokenizer.json").exists()
-        assert (path / "generation_config.json").exists()
         quantization = config["quantization_config"]
         [group] = quantization["config_groups"].values()
         for tensors in (group["weights"], group["input_activations"]):
@@ -409,20 +396,7 @@ def test_llmcompressor_leaves_the_model_alone(tmp_path):
     model = tiny_model()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     path = model.name_or_path
-    write_checkpoint(model, None, "int8", tmp_path / "out", quantizer="llmcompressor")
+    write_with_llmcompressor(model, None, "int8", tmp_path / "out")
     assert_same_bits(model.state_dict(), before)
     assert model.name_or_path == path
     assert not hasattr(model.config, "quantization_config")
-
-
-def test_missing_llmcompressor_names_the_extra(monkeypatch, tmp_path):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    named = r"trl-qurl\[llmcompressor\].*quantizer='streaming'"
-    with pytest.raises(ImportError, match=named):
-        write_checkpoint(tiny_model(), None, "int8", tmp_path / "out", quantizer="llmcompressor")
-    assert not list(tmp_path.iterdir())
-
-
-def test_unknown_quantizer(tmp_path):
-    with pytest.raises(ValueError, match="'gptq'.*'streaming', 'llmcompressor'"):
-        write_checkpoint(tiny_model(), None, "int8", tmp_path, quantizer="gptq")

@@ -176,7 +176,7 @@ def test_other_directories_are_left_alone(contents, tmp_path):
     write_files(directory, contents)
     [name] = contents
     with pytest.raises(FileExistsError, match=rf"{name}.*not a quantized checkpoint: choose"):
-        write_checkpoint(tiny_model(), None, "int8", directory, quantizer="streaming")
+        write_checkpoint(tiny_model(), None, "int8", directory)
     assert os.listdir(directory) == [name]
 
 
@@ -273,9 +273,7 @@ def trainer(tmp_path):
 
 def test_an_adapter_lies_beside_its_base_and_the_card_serves_both(trainer):
     directory = trainer.save_quantized()
-    write_checkpoint(
-        tiny_model(), None, "w4a16", directory.with_name("base"), quantizer="streaming"
-    )
+    write_checkpoint(tiny_model(), None, "w4a16", directory.with_name("base"))
     torch.testing.assert_close(
         weights_of(directory), weights_of(directory.with_name("base")), rtol=0, atol=0
     )

@@ -4,6 +4,7 @@ reaches the engine.
 
 import copy
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,14 +12,20 @@ from accelerate import Accelerator
 from conftest import needs_llmcompressor, needs_vnni
 from support.dense_models import VARIANTS, dense_model, logits
 from support.training import rollout_rows
-from tiny import rollout_settings, save_tiny, stream_of, tiny_model, with_outliers
+from tiny import assert_same_bits, rollout_settings, save_tiny, stream_of, tiny_model, with_outliers
 
 from trl_qurl import QuRLGRPOConfig
 from trl_qurl.lab.fake_quantization import quantized_forward
 from trl_qurl.quantization import get_scheme
+from trl_qurl.quantization.checkpoint import CheckpointWriter
 from trl_qurl.quantization.merging import model_parameters
 from trl_qurl.quantization.smoothing import LARGEST_SCALE, can_smooth, fitted_scales, sources
+from trl_qurl.quantization.storage import read_tensors
+from trl_qurl.rollout.checks.tensors import MeteredStream
+from trl_qurl.rollout.directory import CheckpointFolder
 from trl_qurl.rollout.preparation import prepare_weights
+from trl_qurl.rollout.routes import LLMCompressorRoute
+from trl_qurl.rollout.wire import WeightUpdate
 
 TOKENS = torch.randint(2, 97, (8, 24), generator=torch.Generator().manual_seed(0))
 # or one norm for two readers
@@ -160,6 +167,34 @@ def test_state_of_other_layers_is_not_loaded(before, after):
         dict(other.smoothing.fold(model_parameters(model)))
 
 
+# Two ways to round
+# --------------------------------------------------------------------------------------------------
+
+
+@needs_llmcompressor
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_llmcompressor_rounds_the_weights_that_are_smoothed(family, dtype, tmp_path):
+    model = tiny_model(family)
+    weights = smoothed_stream(model)
+    writer = CheckpointWriter(model, None, weights.plan)
+    folder = CheckpointFolder(Accelerator(), writer, str(tmp_path), 0, is_served=False)
+    route = LLMCompressorRoute(model, weights, is_served=False, folder=folder)
+    received = {}
+    engine = SimpleNamespace(
+        load_checkpoint=lambda path, update: received.update(read_tensors(path))
+    )
+    route.attach(engine, dtype)
+    route.send(WeightUpdate("v1"), MeteredStream(route.tensors(), None))
+    sent = dict(route.tensors())
+    assert_same_bits(received, sent)
+    weights.smoothing.scales.clear()
+    plain = dict(route.tensors())
+    for layer in ("input_layernorm", "mlp.up_proj", "mlp.down_proj"):
+        name = f"model.layers.1.{layer}.weight"
+        assert not torch.equal(sent[name], plain[name]), "nothing is smoothed"
+
+
 # Settings
 # --------------------------------------------------------------------------------------------------
 
@@ -169,7 +204,6 @@ def test_state_of_other_layers_is_not_loaded(before, after):
     [
         {"rollout_quantization": None},
         {"rollout_quantization": "fp8"},
-        pytest.param({"weight_sync": "llmcompressor"}, marks=needs_llmcompressor),
         {"weight_sync": "adapter"},
         {"round_base": True},
     ],

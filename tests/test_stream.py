@@ -20,10 +20,11 @@ from conftest import free_port, needs_avx512
 from peft import LoraConfig, get_peft_model
 from support.fake_server import FakeServer, NoStream
 from support.training import MOVED, SAME
-from tiny import WHOLE_BLOCKS, layers_of, rollout_settings, stream_of, tiny_model
+from tiny import WHOLE_BLOCKS, layers_of, rollout_settings, stream_of, tiny_mixture, tiny_model
 from vllm.utils.network_utils import get_ip
 
 from trl_qurl.quantization import SCHEMES, make_plan, write_checkpoint
+from trl_qurl.quantization.merging import model_parameters
 from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.quantization.uaq import scale_model_
 from trl_qurl.rollout.checks.tensors import MeteredStream
@@ -82,13 +83,25 @@ def test_what_is_announced_is_what_comes_in_the_engines_dtype(scheme, dtype, eng
         assert ("model.layers.0.mlp.up_proj.weight", "int8", [128, 128]) in metadata
     assert sent["model.embed_tokens.weight"].dtype == (engine_dtype or dtype)
     for name, tensor in sent.items():
-        # which an engine may hold in 32 bits
-        is_kept = tensor.dim() < 2 or name.removesuffix("_scale").removesuffix(".weight") in layers
+        is_kept = name.removesuffix("_scale").removesuffix(".weight") in layers
         kept = as_it_is[name].dtype
         assert tensor.dtype == (kept if is_kept else engine_dtype or kept)
         assert torch.equal(tensor, as_it_is[name].to(tensor.dtype)), (
             "an engine would have cast it to the same bits"
         )
+
+
+def test_vectors_that_an_engine_holds_in_float32_are_not_cast():
+    model = tiny_mixture("glm4_moe")
+    weights = stream_of(model, INT8)
+    parameters = list(model_parameters(model))
+    sent = dict(weights.tensors(parameters, dtype=torch.bfloat16))
+    kept = {
+        name
+        for name, tensor in sent.items()
+        if tensor.dtype is torch.float32 and not name.endswith("_scale")
+    }
+    assert kept == {"model.layers.1.mlp.gate.e_score_correction_bias"}
 
 
 # From end to end

@@ -231,6 +231,31 @@ def stream_of(model, scheme, ignore=("lm_head",), smooths=False):
     return WeightStream(model, make_plan(model, getattr(scheme, "name", scheme), ignore), smooths)
 
 
+def write_with_llmcompressor(model, tokenizer, formats, directory, ignore=("lm_head",)):
+    """Write llm-compressor's checkpoint of a model, in this process alone."""
+    from trl_qurl.quantization.checkpoint import CheckpointWriter
+    from trl_qurl.quantization.merging import model_parameters
+    from trl_qurl.rollout.substitution import substitute
+
+    weights = stream_of(model, formats, ignore)
+    writer = CheckpointWriter(model, tokenizer, weights.plan)
+    copies = weights.copies(model_parameters(model))
+    with substitute(torch.distributed, "is_initialized", lambda: False):
+        writer.write_with_llmcompressor(copies, directory)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(directory)
+
+
+def assert_same_bits(tensors, expected):
+    """Compare tensors by name: dtype, shape and bytes."""
+    assert tensors.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert tensors[name].dtype == tensor.dtype, name
+        assert tensors[name].shape == tensor.shape, name
+        bits = tensors[name].contiguous().view(torch.uint8)
+        assert torch.equal(bits, tensor.contiguous().view(torch.uint8)), name
+
+
 def rollout_settings(scheme, **changed):
     """Return the default settings of rollouts, without smoothing, with these changes."""
     from trl_qurl.rollout.preparation import RolloutSettings

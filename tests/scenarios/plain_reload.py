@@ -63,9 +63,7 @@ if __name__ == "__main__":
     for name, seed in (("start", 0), ("new", 1)):
         # Qwen2 lacks a separate head in older vLLM
         model = tiny_model("llama", seed=seed, dtype=torch.bfloat16)
-        write_checkpoint(
-            model, tiny_tokenizer(), "int8", Path(sys.argv[1], name), quantizer="streaming"
-        )
+        write_checkpoint(model, tiny_tokenizer(), "int8", Path(sys.argv[1], name))
     engine = LLM(str(Path(sys.argv[1], "start")), **ENGINE, max_model_len=64, max_num_seqs=16)
     record = {"started": state(engine)}
     engine.collective_rpc("reload_weights", kwargs={"weights_path": str(Path(sys.argv[1], "new"))})

@@ -26,7 +26,7 @@ from fresh_engine import answer
 from peft import LoraConfig, PeftModel
 from short_runs import build as build_trainer
 from splits import ZERO3, UnderFSDP2, UnderZeRO3
-from tiny import KEPT, PROBE, tiny_model, tiny_tokenizer
+from tiny import KEPT, PROBE, tiny_model, tiny_tokenizer, write_with_llmcompressor
 from torch.distributed.tensor import DTensor
 
 from trl_qurl.quantization import write_checkpoint
@@ -105,11 +105,8 @@ def export(trainer, directory):
     if scheme is None:
         save_unquantized(model, directory)
         return
-    # llm-compressor would wait for all processes
-    is_alone = trainer.accelerator.num_processes == 1
-    quantizer = "llmcompressor" if is_alone and find_spec("llmcompressor") else "streaming"
-    ignore = trainer.args.quantization_ignore
-    write_checkpoint(model, tiny_tokenizer(), scheme, directory, ignore=ignore, quantizer=quantizer)
+    write = write_with_llmcompressor if find_spec("llmcompressor") else write_checkpoint
+    write(model, tiny_tokenizer(), scheme, directory, ignore=trainer.args.quantization_ignore)
 
 
 def save_unquantized(model, directory):

@@ -4,6 +4,7 @@ A refusal names what was given, says why it cannot work, and names the way out.
 """
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from math import inf
 from typing import Any, NamedTuple
 
@@ -122,13 +123,18 @@ CONFLICTS = (
         "Write the path out",
     ),
     Conflict(
-        ("weight_sync", "rollout_quantization", "world_size"),
+        ("weight_sync", "rollout_quantization"),
         lambda config: (
-            config.weight_sync == "llmcompressor"
-            and (config.rollout_quantization is None or config.world_size > 1)
+            config.weight_sync == "llmcompressor" and config.rollout_quantization is None
         ),
-        "llm-compressor needs a format, and works in one process",
-        "Use weight_sync='auto', which produces the same codes and scales",
+        "llm-compressor needs a format",
+        "Choose one, or use weight_sync='auto'",
+    ),
+    Conflict(
+        ("weight_sync",),
+        lambda config: config.weight_sync == "llmcompressor" and find_spec("llmcompressor") is None,
+        "llm-compressor is not installed",
+        "Run `pip install 'trl-qurl[llmcompressor]'`, or use 'auto', which sends the same codes",
     ),
     Conflict(
         ("rollouts_ahead", "vllm_mode"),
@@ -176,7 +182,7 @@ SMOOTHING_CONFLICTS = (
     ),
     Conflict(
         ("smooth_activations", "weight_sync"),
-        lambda config: config.weight_sync in ("adapter", "llmcompressor"),
+        lambda config: config.weight_sync == "adapter",
         "smoothing is folded into whole weights as they are sent",
         "Leave smooth_activations out",
     ),

@@ -26,7 +26,6 @@ from trl_qurl.config.refusals import (
     SMOOTHING_CONFLICTS,
     TAKEN_ENGINE_ARGUMENTS,
 )
-from trl_qurl.quantization.checkpoint import check_quantizer
 from trl_qurl.quantization.formats import EXAMPLE, SCHEMES, UNQUANTIZED, check_kv_cache
 from trl_qurl.quantization.plan import check_patterns, read_formats
 
@@ -61,7 +60,8 @@ class QuantizedRolloutsConfig:
             them for the engine to reload. `adapter` sends only the LoRA adapter, to an engine that
             has the frozen base, quantized once; the others merge it. `auto` sends the adapter to a
             server that accepts adapters, streams where both sides can, and otherwise writes
-            checkpoints, and logs why. `llmcompressor` is the slow reference: it writes each sync.
+            checkpoints, and logs why. `llmcompressor` is the slow reference: at each sync, one
+            process has llm-compressor round the same weights and write a checkpoint.
         round_base: Whether the trainer replaces the frozen base below a LoRA adapter with the
             values that the engine's codes represent, so actor and policy have the same weights.
             Implies `weight_sync="adapter"`.
@@ -104,7 +104,6 @@ class QuantizedRolloutsConfig:
 
     Raises:
         ValueError: If settings conflict; the message names them and says what to change.
-        ImportError: If `weight_sync="llmcompressor"` and llm-compressor is not installed.
     """
 
     use_vllm: bool = True
@@ -158,8 +157,6 @@ class QuantizedRolloutsConfig:
         check_conflicts(self, CONFLICTS)
         if self.smooth_activations:
             check_conflicts(self, SMOOTHING_CONFLICTS)
-        if self.weight_sync == "llmcompressor":
-            check_quantizer("llmcompressor", "weight_sync", "auto")
         self._check_engine_arguments()
         if isinstance(self, GRPOConfig | RLOOConfig):
             check_conflicts(self, GROUP_CONFLICTS)

@@ -7,7 +7,6 @@ llm-compressor.
 
 import contextlib
 import gc
-import importlib.util
 import io
 import os
 import warnings
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from tqdm.auto import tqdm
 
 from trl_qurl.quantization.checkpoint_form import NamedTensors
@@ -40,7 +40,6 @@ def write_checkpoint(
     output_dir: str | os.PathLike[str],
     *,
     ignore: Sequence[str] = ("lm_head",),
-    quantizer: str = "streaming",
 ) -> None:
     """Write a quantized checkpoint of a model, ready for `vllm serve`.
 
@@ -53,39 +52,17 @@ def write_checkpoint(
         output_dir: Directory to create; an earlier quantized checkpoint is replaced once the new
             one is complete.
         ignore: Modules kept in full precision, in llm-compressor's pattern syntax.
-        quantizer: `"streaming"`, or `"llmcompressor"`, which writes the same tensors from a copy of
-            the model.
 
     Raises:
-        ValueError: If a format or the quantizer is unknown, or as `make_plan` does.
-        ImportError: If llm-compressor is requested but not installed.
+        ValueError: If a format is unknown, or as `make_plan` does.
         FileExistsError: If the directory holds something other than a quantized checkpoint.
         OSError: If the directory cannot be written; nothing is left behind.
     """
-    check_quantizer(quantizer)
     plan = make_plan(model, require_formats(formats, "formats"), ignore)
     check_replaceable(output_dir)
-    writer = CheckpointWriter(model, tokenizer, plan)
-    if quantizer == "llmcompressor":
-        writer.write_with_llmcompressor(model_parameters(model), output_dir)
-    else:
-        parameters = tqdm(list(model_parameters(model)), "Rounding", disable=None)
-        writer.write(WeightStream(model, plan).tensors(parameters), output_dir)
-
-
-def check_quantizer(name: str, setting: str = "quantizer", instead: str = "streaming") -> None:
-    """Raise `ValueError` for an unknown quantizer.
-
-    Raises `ImportError` if it is llm-compressor, and not installed.
-    """
-    if name not in ("streaming", "llmcompressor"):
-        raise ValueError(f"Unknown quantizer {name!r}: choose one of 'streaming', 'llmcompressor'.")
-    if name == "llmcompressor" and importlib.util.find_spec("llmcompressor") is None:
-        raise ImportError(
-            f"{setting}='llmcompressor' needs llm-compressor, but it is not installed: run `pip "
-            f"install 'trl-qurl[llmcompressor]'`, or use {setting}={instead!r}, which writes the "
-            "same codes."
-        )
+    parameters = tqdm(list(model_parameters(model)), "Rounding", disable=None)
+    tensors = WeightStream(model, plan).tensors(parameters)
+    CheckpointWriter(model, tokenizer, plan).write(tensors, output_dir)
 
 
 def load_model(
@@ -134,25 +111,28 @@ class CheckpointWriter:
         """
         with new_directory(output_dir) as tmp:
             write_tensors(named_tensors, tmp)
-            self._write_extra_files(tmp)
+            if self.model.generation_config is not None:
+                self.model.generation_config.save_pretrained(tmp)
+            if self.tokenizer is not None:
+                self.tokenizer.save_pretrained(tmp)
             write_config(self.model, tmp, self.plan.quantization_config())
             if write_beside is not None:
                 write_beside(tmp)
 
     def write_with_llmcompressor(
-        self, parameters: NamedTensors, output_dir: str | os.PathLike[str]
+        self, copies: dict[str, torch.Tensor], output_dir: str | os.PathLike[str]
     ) -> None:
-        """Quantize full-precision parameters with llm-compressor, and write the result.
+        """Quantize copies of all parameters with llm-compressor, and write the result.
 
-        llm-compressor works in a copy of the model.
+        They are in host memory, and become another model.
         """
         from llmcompressor import reset_session
 
         try:
-            self._run_llmcompressor(_duplicate(parameters, self.model), output_dir)
+            self._run_llmcompressor(_duplicate(copies, self.model), output_dir)
         finally:
-            # llm-compressor keeps its last model in reference cycles. With a process group the copy
-            # is in shared memory, and every step of a run would add another model.
+            # llm-compressor keeps its last model in reference cycles, and every step of a run would
+            # add another one.
             with _quiet_llmcompressor():
                 reset_session()
             gc.collect()
@@ -165,7 +145,6 @@ class CheckpointWriter:
 
         presets = {scheme.preset: list(targets) for scheme, targets in self.plan.targets.items()}
         with new_directory(output_dir) as tmp:
-            self._write_extra_files(tmp)
             # llm-compressor looks up its model by name, on the Hub unless the name is a directory,
             # so point it here.
             self.model.config.save_pretrained(tmp)
@@ -176,22 +155,12 @@ class CheckpointWriter:
                 oneshot(model=duplicate, recipe=recipe)
                 duplicate.save_pretrained(tmp, save_compressed=True)
 
-    def _write_extra_files(self, directory: os.PathLike[str]) -> None:
-        if self.model.generation_config is not None:
-            self.model.generation_config.save_pretrained(directory)
-        if self.tokenizer is not None:
-            self.tokenizer.save_pretrained(directory)
-
 
 @contextlib.contextmanager
 def _quiet_llmcompressor() -> Iterator[None]:
     """Hide its progress bars and messages, which it would otherwise repeat at every step."""
-    from llmcompressor.logger import LOGGER_CONFIG
     from loguru import logger
 
-    # With a process group (an engine creates one), oneshot reconfigures its logger from this.
-    was_disabled = LOGGER_CONFIG.disabled
-    LOGGER_CONFIG.disabled = True
     for package in ("llmcompressor", "compressed_tensors"):
         logger.disable(package)
     try:
@@ -202,13 +171,12 @@ def _quiet_llmcompressor() -> Iterator[None]:
             )
             yield
     finally:
-        LOGGER_CONFIG.disabled = was_disabled
         for package in ("llmcompressor", "compressed_tensors"):
             logger.enable(package)
 
 
-def _duplicate(named_tensors: NamedTensors, model: "PreTrainedModel") -> "PreTrainedModel":
-    """Copy `model` to host memory with these tensors, each in its own dtype."""
+def _duplicate(copies: dict[str, torch.Tensor], model: "PreTrainedModel") -> "PreTrainedModel":
+    """Return a model like `model` with these parameters, each in its own dtype."""
     from transformers.initialization import no_init_weights
 
     config = type(model.config).from_dict(model.config.to_dict())
@@ -216,9 +184,6 @@ def _duplicate(named_tensors: NamedTensors, model: "PreTrainedModel") -> "PreTra
     config.get_text_config().dtype = model.dtype
     with no_init_weights():
         duplicate = type(model)(config)
-    state = {name: tensor.detach().to("cpu", copy=True) for name, tensor in named_tensors}
-    duplicate.load_state_dict(state, strict=False, assign=True)
+    duplicate.load_state_dict(copies, strict=False, assign=True)
     duplicate.tie_weights()
-    duplicate.generation_config = model.generation_config
-    duplicate.config.architectures = model.config.architectures or [type(model).__name__]
     return duplicate.eval()

@@ -72,21 +72,18 @@ class WeightStream:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Convert a model's parameters, without adapters, to tensors in checkpoint format.
 
-        `dtype` casts matrices that are not quantized. The engine would cast them to the same bits,
-        so this only saves bandwidth. If `is_exact`, codes are made from float32 and do not depend
-        on the dtype of the parameters.
+        `dtype` casts what is not quantized. The engine would cast it to the same bits, but also log
+        a warning for each vector. If `is_exact`, codes are made from float32 and do not depend on
+        the dtype of the parameters.
 
         Raises `ValueError` if the scheme cannot store a layer, or, after the last tensor, if a
         layer is missing.
         """
         missing = set(self.plan.schemes)
-        tensors: NamedTensors = self.form.convert(named_parameters)
-        for transform in self.transforms:
-            tensors = transform(tensors)
-        for name, tensor in tensors:
+        for name, tensor in self._transformed(named_parameters):
             layer = name.removesuffix(".weight")
             if layer == name or layer not in missing:
-                yield name, _cast(tensor, dtype)
+                yield name, self._cast(name, tensor, dtype)
                 continue
             missing.remove(layer)
             if is_exact:
@@ -100,6 +97,31 @@ class WeightStream:
                 "stream was made for."
             )
 
+    def _transformed(self, named_parameters: NamedTensors) -> NamedTensors:
+        tensors: NamedTensors = self.form.convert(named_parameters)
+        for transform in self.transforms:
+            tensors = transform(tensors)
+        return tensors
+
+    def copies(
+        self, named_parameters: NamedTensors, dtype: torch.dtype | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Copy to host memory, by the model's names, what `tensors` rounds and casts to `dtype`."""
+        copies: dict[str, torch.Tensor] = {}
+        views: dict[str, torch.Tensor] = {}  # of the copies, by name in the checkpoint
+
+        def allocate() -> NamedTensors:
+            for name, parameter in named_parameters:
+                part = next(iter(self.form.layout[name]))
+                sent = self._cast(part, parameter, dtype)
+                copies[name] = torch.empty_like(sent, device="cpu")
+                views.update(self.form.convert([(name, copies[name])]))
+                yield name, parameter
+
+        for name, tensor in self._transformed(allocate()):
+            views[name].copy_(tensor)
+        return copies
+
     def stored(
         self, parameter: str, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -107,7 +129,7 @@ class WeightStream:
         for name, tensor in self.form.layout[parameter].items():
             layer = name.removesuffix(".weight")
             if layer == name or layer not in self.plan.schemes:
-                yield name, _cast(tensor, dtype)
+                yield name, self._cast(name, tensor, dtype)
             else:
                 for suffix, part in self.plan.schemes[layer].layout(tensor).items():
                     yield f"{layer}.{suffix}", part
@@ -119,9 +141,11 @@ class WeightStream:
             total += sum(tensor.nbytes for _, tensor in self.stored(parameter, dtype))
         return total
 
-
-def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """Cast a matrix; engines keep some vectors in float32, and those are small."""
-    if dtype is None or tensor.dim() < 2 or not tensor.is_floating_point():
-        return tensor
-    return tensor.to(dtype)
+    def _cast(self, name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+        """Cast a tensor of the full-precision checkpoint, unless it is to be quantized."""
+        is_quantized = name.removesuffix(".weight") in self.plan.schemes
+        # Engines keep other vectors, such as corrections of routers, in float32.
+        is_cast = tensor.dim() > 1 or name.endswith((".weight", ".bias"))
+        if dtype is None or is_quantized or not is_cast or not tensor.is_floating_point():
+            return tensor
+        return tensor.to(dtype)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 
+from trl_qurl.quantization.checkpoint_form import NamedTensors
 from trl_qurl.quantization.merging import Tensors, model_parameters
 from trl_qurl.quantization.rounded_base import round_base
 from trl_qurl.quantization.storage import read_tensors
@@ -24,6 +25,7 @@ from trl_qurl.rollout.adapter import adapter_tensors, write_adapter
 from trl_qurl.rollout.checks.tensors import MeteredStream, base_digests
 from trl_qurl.rollout.directory import CheckpointFolder
 from trl_qurl.rollout.recovery import raise_everywhere
+from trl_qurl.rollout.substitution import substitute
 from trl_qurl.rollout.wire import Engine, TensorMetadata, WeightUpdate
 
 
@@ -49,7 +51,7 @@ class Route(ABC):
         return self.weights.tensors(model_parameters(self.model, True, self.weights.grid))
 
     def attach(self, engine: Engine | None, dtype: str | None) -> None:
-        """Use an engine that has started. Casting to its dtype saves bytes to send and digest."""
+        """Use an engine that has started, and send tensors in its dtype."""
         self.engine = engine
         self.dtype = getattr(torch, dtype) if dtype else None
 
@@ -110,13 +112,16 @@ class CheckpointRoute(Route):
 class LLMCompressorRoute(CheckpointRoute):
     """A checkpoint that llm-compressor writes. Our stream is only compared with what arrives."""
 
-    def attach(self, engine: Engine | None, dtype: str | None) -> None:  # noqa: D102
-        super().attach(engine, None)  # llm-compressor writes tensors in the policy's own dtype
-
     def _write(self, name: str, stream: MeteredStream) -> Path:
         deque(stream, maxlen=0)
         parameters = model_parameters(self.model, True, self.weights.grid)
-        return self.folder.write(name, parameters, self.folder.writer.write_with_llmcompressor)
+        return self.folder.write(name, parameters, self._compress)
+
+    def _compress(self, parameters: NamedTensors, path: Path) -> None:
+        copies = self.weights.copies(parameters, self.dtype)
+        # With a process group, llm-compressor would share its work with the other processes.
+        with substitute(torch.distributed, "is_initialized", lambda: False):
+            self.folder.writer.write_with_llmcompressor(copies, path)
 
 
 class AdapterRoute(CheckpointRoute):
