@@ -79,7 +79,7 @@ SERVED = {
     "int8, llm-compressor per step": [COMPRESSOR],
     "int8, llm-compressor per step, LoRA": [COMPRESSOR, *LORA],
 }
-"""llm-compressor writes float32 where the policy is; the server computes in bfloat16."""
+"""With policies in float32 and a server in bfloat16."""
 
 
 def marks(case):
