@@ -23,7 +23,7 @@ from tiny import (
 )
 from tiny_vision import VISION_FAMILIES, tiny_vision_model, vision_processor
 from torch import nn
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers.core_model_loading import Chunk, WeightConverter, WeightRenaming
 
 from trl_qurl import cli
@@ -275,7 +275,7 @@ def test_remote_code_is_copied_if_it_is_used(tmp_path):
     assert cli.main([*quantize, "--trust-remote-code"]) == 0
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["auto_map"]["AutoModelForCausalLM"] == "modeling_own.InternLM3ForCausalLM"
-    model, _ = load_model(str(tmp_path / "out"), trust_remote_code=True)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
     assert type(model).__name__ == "InternLM3ForCausalLM"
 
 

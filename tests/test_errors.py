@@ -251,7 +251,7 @@ def test_architecture_of_a_model_from_memory_is_its_class(monkeypatch):
         assert model.config.architectures is None
         refused = pytest.raises(ValueError, match=BACKEND)
         with refused if family == "olmo2" else nullcontext():
-            prepare_process(model, stream_of(model, SCHEMES["int8"]), {"model_impl": "auto"}, 2)
+            prepare_process(model, stream_of(model, SCHEMES["int8"]), {"model_impl": "auto"})
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="only vLLM's CPU build has so few head sizes")

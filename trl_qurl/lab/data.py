@@ -116,7 +116,14 @@ def load_questions(
 
 
 def describe_solutions(solutions: Sequence[str]) -> str:
-    """Say how answers are compared, and how many formulas math-verify cannot read."""
+    """Say how answers are compared, and how many formulas math-verify cannot read.
+
+    Args:
+        solutions: As from `as_solution`.
+
+    Returns:
+        A line for the screen.
+    """
     from math_verify import parse
 
     texts = sum(map(is_text, solutions))
