@@ -106,7 +106,7 @@ def formats_of(run: Run) -> str | None:
     return "w4a16" if codes in CODE_BITS else name and codes
 
 
-def replay(run: Run, tokens: int, ahead: bool) -> Replay:
+def replay(run: Run, tokens: int) -> Replay:
     """Show each rollout to a guard."""
     # the cap's name in logs until November 2026
     older = run.settings.get("vllm_importance_sampling_clip_max", 2.0)
@@ -115,7 +115,6 @@ def replay(run: Run, tokens: int, ahead: bool) -> Replay:
         mismatch_guard_kl=QuantizedRolloutsConfig.mismatch_guard_kl,
         rollout_quantization=formats_of(run),
         round_base=False,
-        rollouts_ahead=int(ahead),
         temperature=1.0,
         vllm_engine_kwargs=None,
         importance_cap=run.settings.get("importance_cap", older),
@@ -182,7 +181,7 @@ def replay_all(directory: Path, real: Path) -> list[Group]:
 def replay_group(group: Group, paths: Sequence[Path], tokens: int = TINY) -> Group:
     """Add the runs of one arm to its group."""
     for path in paths:
-        replayed = replay(read_run(path), tokens, group.expected == STALE)
+        replayed = replay(read_run(path), tokens)
         group.first_alarms.append(replayed.first_alarm)
         group.stopped += replayed.is_stopped
         for metric, value in replayed.farthest.items():

@@ -51,7 +51,6 @@ LONGEST_FIRST = (
     "runner-v2",
     "server",
     "faults",
-    "ahead",
     "colocated",
     "notebooks",
     "adapter server",

@@ -8,7 +8,6 @@ import time
 import pytest
 import requests
 from conftest import child_environment, free_port, kill_group, needs_avx512
-from delayed import delay, record_prompts
 from peft import LoraConfig
 from support.deployment import Deployment, at_step, history, interrupt, recoveries
 from support.training import MOVED, SAME
@@ -79,20 +78,6 @@ def test_another_base_is_refused_before_anything_is_sent(settings, trainer, depl
         other.train()
     assert other.state.global_step == 0
     trainer(max_steps=1).train()  # a run with the right one continues
-
-
-def test_rollouts_ahead_finish_with_the_adapter_they_started_with(trainer):
-    settings = {"max_steps": 6, "steps_per_generation": 2, "gradient_accumulation_steps": 1}
-    plain = trainer(**settings)
-    order = record_prompts(plain)
-    plain.train()
-    delayed = trainer(**settings)  # a trainer seeds torch when it is built
-    delay(delayed, order)
-    delayed.train()
-    ahead = trainer(rollouts_ahead=1, **settings)
-    ahead.train()
-    assert not ahead.vllm_generation.sync.route.is_merged
-    assert history(ahead) == history(delayed) != history(plain)
 
 
 def test_a_server_that_restarts_gets_the_adapter_again(trainer, deployment, monkeypatch):

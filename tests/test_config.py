@@ -40,7 +40,6 @@ OWN_DEFAULTS = {
     "vllm_engine_kwargs": {},
     "sync_check_interval": 16,
     "vllm_request_timeout": 900.0,
-    "rollouts_ahead": 0,
     "importance_cap": 2.0,
     "mismatch_guard": "warn",
     "mismatch_guard_kl": 0.1,
@@ -99,11 +98,6 @@ def test_a_teacher_on_the_server_that_generates_is_refused(parent):
     assert quantized(IWOPDConfig)("out", **PLAIN, **served).use_teacher_server
 
 
-def test_only_grpo_and_rloo_generate_ahead():
-    message = refusal(quantized(SDPOConfig), rollouts_ahead=1, vllm_mode="server")
-    assert "rollouts_ahead=1" in message
-
-
 @pytest.mark.parametrize("given", ["none", "None", None])
 def test_unquantized_rollouts_by_name(given):
     assert config(rollout_quantization=given).rollout_quantization is None
@@ -147,8 +141,6 @@ VALUES = [
     ("temperature", 0.0, "makes all completions equal"),
     ("temperature", 0.002, "at least 0.01"),
     ("max_completion_length", 0, "1"),
-    ("rollouts_ahead", -1, "0 or 1"),
-    ("rollouts_ahead", 2, "0 or 1"),
     ("vllm_gpu_memory_utilization", 30, "at most 1"),
     ("num_generations", 0, "1"),
     ("top_p", 2.0, "at most 1"),
@@ -187,17 +179,12 @@ CONFLICTING = [
     ({"round_base": True, "weight_sync": "stream"}, "weight_sync='adapter'"),
     ({"weight_sync": "llmcompressor", "rollout_quantization": None}, "weight_sync='auto'"),
     ({"rollout_checkpoint_dir": "~/rollouts"}, "Write the path out"),
-    ({"rollouts_ahead": 1, "vllm_mode": "colocate"}, "vllm_mode='server'"),
     ({"vllm_engine_kwargs": {"enforce_eager": True}, "vllm_mode": "server"}, "trl-qurl serve"),
     ({"smooth_activations": True, "rollout_quantization": "fp8"}, NO_SMOOTHING),
     ({"smooth_activations": True, "weight_sync": "adapter"}, NO_SMOOTHING),
     ({"smooth_activations": True, "round_base": True}, NO_SMOOTHING),
     ({"sync_ref_model": True, "uaq_scale": 1.5, "beta": 0.1}, "sync_ref_model=False"),
     ({"dynamic_sampling_reward": "length"}, "dynamic_sampling=True"),
-    (
-        {"dynamic_sampling": True, "rollouts_ahead": 1, "vllm_mode": "server"},
-        "rollouts_ahead=0",
-    ),
     ({"objective": "acr", "vllm_importance_sampling_correction": False}, "objective='trl'"),
     ({"objective": "acr", "importance_sampling_level": "sequence"}, "objective='tis'"),
     ({"objective": "acr", "loss_type": "cispo"}, "objective='tis'"),

@@ -38,7 +38,6 @@ QUIET = {
     CONTRADICTED: 0.0,
     TOKENS: 1e4,
 }
-AHEAD = {"rollouts_ahead": 1, "vllm_mode": "server"}
 CUT = {"top_k": 5}
 
 
@@ -115,9 +114,6 @@ def test_the_first_rollout_is_judged(rollout, finding):
         # A rollout with a finding is not compared with.
         ({}, [0.001, 0.05, *[0.001] * WINDOW, 0.05], [1, WINDOW + 2]),
         ({}, [0.001, {KL: math.nan, RATIO: math.nan}, 0.006], [2]),
-        # The first is sampled with the weights that score it, all others with weights that are one
-        # rollout old.
-        (AHEAD, [0.0002, 0.09, 0.1], [2]),
     ],
 )
 def test_a_jump_is_three_times_the_largest_so_far(settings, rollouts, numbers):
@@ -164,7 +160,6 @@ def test_contradicted_tokens_are_found_among_thousands():
         ({}, [0.09, 0.11], module.ROUNDING),
         ({}, [{TAIL: 0.1}] * WINDOW, module.ROUNDING),
         ({"rollout_quantization": None}, [{TAIL: 0.1}] * WINDOW, module.FUNCTION),
-        (AHEAD, [0.09, 0.11], module.AHEAD),
     ],
 )
 def test_advice_depends_on_the_pattern(settings, rollouts, advice):
@@ -288,9 +283,6 @@ UNQUANTIZED = {"rollout_quantization": None}
         ({}, [0.02 * 1.2**step for step in range(12)], 0.02 * 1.2**12, None),
         ({}, [0.02 * 1.2**step for step in range(13)], 0.21, 0.2),
         ({}, [0.001, 0.024, 0.099], 0.11, 0.1),  # which INT8 has in healthy runs
-        # A rollout ahead is compared with others of its age.
-        (AHEAD, [0.0001, 0.03, 0.09], 0.8, None),
-        (AHEAD, [0.0001, 0.03, 0.09], 1.0, 0.9),
         ({}, [0.02], {KL: 0.06, CONTRADICTED: 0.02, TOKENS: 900}, None),
         ({}, [], {CONTRADICTED: 0.02, TOKENS: 1000}, UNLIKELY),
         # A low temperature sharpens the noise of rounding.

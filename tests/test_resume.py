@@ -254,7 +254,6 @@ def test_a_rollout_of_another_shape_is_dropped_with_one_line(name, tmp_path, cap
     state = {
         "step": 6,
         "batches": [{}, {}],
-        "ahead": {"prompts": []},
     }
     state |= {"smoothing": {}, "prompts_drawn": 7}
     save_rollout_state(state, tmp_path, process(), SHAPED)
@@ -265,7 +264,6 @@ def test_a_rollout_of_another_shape_is_dropped_with_one_line(name, tmp_path, cap
     dropped = {
         "step": 0,
         "batches": None,
-        "ahead": None,
     }
     assert seen == seen | dropped | {"smoothing": {}, "prompts_drawn": 7}
     [record] = caplog.records

@@ -24,7 +24,6 @@ SEE = {
     "round_base": "choosing.md#a-rounded-base",
     "sync_check_interval": "reliability.md#how-a-sync-is-checked",
     "objective": "settings.md#objectives",
-    "rollouts_ahead": "scaling.md#generate-while-you-train",
     "dynamic_sampling": "settings.md#dynamic-sampling-dapo",
     "mismatch_guard": "settings.md#the-mismatch-guard",
 }

@@ -31,8 +31,8 @@ class Arm:
         seeds: of the runs.
         lora: whether an adapter is trained, of rank 16 on all linear layers but the head.
         algorithm: of the demonstration.
-        is_delayed: whether the weights of one rollout before sample each, as with
-            `rollouts_ahead=1`.
+        is_delayed: whether the weights of one rollout before sample each, as where a server
+            generates ahead.
         is_updated_in_flight: whether a rollout that is one ahead gets the weights of every update
             that is made while it is sampled.
         listed: tokens per position that score centering reads; 0 for no centering.
@@ -340,7 +340,7 @@ def _centering() -> Experiment:
 
 
 def _in_flight() -> Experiment:
-    """The double of `rollouts_ahead=1`, and one whose engine gets the weights of each update."""
+    """Rollouts one step old, and an engine that gets the weights of each update."""
     arms = []
     for updates in (16, 4):
         changed: dict[str, Any] = {"objective": "acr"}

@@ -21,7 +21,6 @@ import torch
 from accelerate.utils import gather_object
 from child import run_all
 from datasets import Dataset
-from delayed import delay, record_prompts
 from fresh_engine import answer
 from peft import LoraConfig, PeftModel
 from short_runs import build as build_trainer
@@ -32,7 +31,6 @@ from torch.distributed.tensor import DTensor
 from trl_qurl.quantization import write_checkpoint
 from trl_qurl.quantization.merging import model_parameters
 
-ORDERS: list = []
 """The prompts of each run, rollout by rollout."""
 
 PROMPTS = ["ab", "cde", "f g", "h1", "i22", "jj", "k", "lm"]
@@ -152,7 +150,6 @@ FLAGS = (
     "critic-lora",  # a critic with an adapter
     "save",  # the model to output_dir at the end
     "reseed",  # with a reward that seeds NumPy's and torch's generators
-    "delayed",  # by one rollout, in the order of the run before
     "fsdp2",  # policy and critic split over the processes
     "zero3",
 )
@@ -253,9 +250,6 @@ def run(options):
         kill_before_generation(generation.vllm_client, options.kill_before_generation)
     if options.request_seed is not None:
         generation.generation_kwargs["seed"] = options.request_seed
-    if options.delayed:
-        delay(trainer, ORDERS[-1])
-    ORDERS.append(record_prompts(trainer))
     trainer.unsplit = copy.deepcopy(trainer.model)
     trainer.train(resume_from_checkpoint=options.resume)
 

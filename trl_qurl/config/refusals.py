@@ -57,7 +57,6 @@ NUMBERS = {
         "at least 0.01, to which vLLM raises lower ones (0 makes all completions equal)",
     ),
     "max_completion_length": Number(lambda tokens: tokens >= 1, "at least 1 token"),
-    "rollouts_ahead": Number(lambda rollouts: rollouts in (0, 1), "0 or 1"),
     "vllm_gpu_memory_utilization": Number(
         lambda share: 0 < share <= 1, "a share of the GPU's memory: above 0, at most 1"
     ),
@@ -137,12 +136,6 @@ CONFLICTS = (
         "Run `pip install 'trl-qurl[llmcompressor]'`, or use 'auto', which sends the same codes",
     ),
     Conflict(
-        ("rollouts_ahead", "vllm_mode"),
-        lambda config: config.rollouts_ahead and config.vllm_mode != "server",
-        "only a server generates while the trainer learns",
-        "Start one with `trl-qurl serve` and set vllm_mode='server', or set rollouts_ahead=0",
-    ),
-    Conflict(
         ("vllm_request_timeout", "vllm_server_timeout", "ddp_timeout"),
         lambda config: (
             config.vllm_mode == "server"
@@ -205,28 +198,12 @@ GROUP_CONFLICTS = (
 )
 """With GRPO and RLOO."""
 
-OTHER_CONFLICTS = (
-    Conflict(
-        ("rollouts_ahead",),
-        lambda config: config.rollouts_ahead,
-        "only GRPO and RLOO generate ahead",
-        "Leave it out",
-    ),
-)
-"""With any other trainer."""
-
 GRPO_CONFLICTS = (
     Conflict(
         ("dynamic_sampling_reward", "dynamic_sampling"),
         lambda config: config.dynamic_sampling_reward is not None and not config.dynamic_sampling,
         "the reward only decides which groups dynamic sampling replaces",
         "Set dynamic_sampling=True, or leave dynamic_sampling_reward out",
-    ),
-    Conflict(
-        ("dynamic_sampling", "rollouts_ahead"),
-        lambda config: config.dynamic_sampling and config.rollouts_ahead,
-        "dynamic sampling generates until a batch is full, so the next one cannot begin ahead",
-        "Set rollouts_ahead=0 or dynamic_sampling=False",
     ),
 )
 

@@ -22,7 +22,6 @@ from trl_qurl.config.refusals import (
     GROUP_CONFLICTS,
     GROUP_NUMBERS,
     NUMBERS,
-    OTHER_CONFLICTS,
     SMOOTHING_CONFLICTS,
     TAKEN_ENGINE_ARGUMENTS,
 )
@@ -72,9 +71,6 @@ class QuantizedRolloutsConfig:
             failed.
         vllm_engine_kwargs: Extra arguments of the colocated `vllm.LLM` (`enforce_eager`,
             `block_size`, ...), as a dictionary.
-        rollouts_ahead: With 1, a server generates the next rollout while the trainer learns from
-            the current one, so a rollout's weights are one rollout old (`rollout/ahead.py`). 0 is
-            off. Needs `vllm_mode="server"`.
 
     > Importance ratio
 
@@ -128,7 +124,6 @@ class QuantizedRolloutsConfig:
     rollout_checkpoint_dir: str | None = None
     vllm_request_timeout: float = 900.0
     vllm_engine_kwargs: dict[str, Any] | str | None = field(default_factory=dict)
-    rollouts_ahead: int = 0
 
     # Importance ratio
     importance_cap: float | None = 2.0
@@ -162,8 +157,6 @@ class QuantizedRolloutsConfig:
             check_conflicts(self, GROUP_CONFLICTS)
             self._warn_of_mixed_updates()
             check_sampling(self, stacklevel=4)
-        else:
-            check_conflicts(self, OTHER_CONFLICTS)
 
     @property
     def engine_kwargs(self) -> dict[str, Any]:

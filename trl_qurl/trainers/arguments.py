@@ -140,10 +140,8 @@ def check_arguments(args: TrainingArguments, arguments: Mapping[str, Any]) -> No
             f"num_generations={args.num_generations}. Add prompts, or lower steps_per_generation "
             "and gradient_accumulation_steps, or per_device_train_batch_size."
         )
-    for setting in ("rollouts_ahead", "dynamic_sampling"):
-        value = vars(args).get(setting)
-        if value:
-            check_plain_generation(arguments, f"{setting}={value}")
+    if vars(args).get("dynamic_sampling"):
+        check_plain_generation(arguments, "dynamic_sampling=True")
     rewards: Any = arguments.get("reward_funcs")
     if not isinstance(rewards, list):
         rewards = [rewards]

@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 import torch
 from trl import GRPOConfig, RLOOConfig
 
-from trl_qurl.rollout.ahead import AheadVLLMGeneration
 from trl_qurl.rollout.backend import QuantizedVLLMGeneration
 from trl_qurl.rollout.mismatch import MismatchTally
 from trl_qurl.rollout.prompts import check_special_tokens
@@ -114,7 +113,7 @@ class QuantizedEngineMixin(CheckpointsMixin):
         # its engine.
         trainer = weakref.proxy(self)
         build = functools.partial(
-            AheadVLLMGeneration if args.rollouts_ahead else QuantizedVLLMGeneration,
+            QuantizedVLLMGeneration,
             global_step=lambda: trainer.state.global_step,
             prompts=lambda: trainer._first_prompts(),
         )

@@ -58,8 +58,7 @@ JUMP = 3.0
 """Over the run's largest KL; 1.7 was seen."""
 
 OTHER_JUMP = 10.0
-"""The same for an evaluation, which has other prompts, and where rollouts are generated ahead, of
-which only the first is sampled with the weights that score it."""
+"""The same for an evaluation, which has other prompts."""
 
 FAULT = 5.0
 """Over the run's largest KL: more than rounding or an update explains, so it stops a run where a
@@ -105,10 +104,6 @@ ROUNDING = (
     "finer rollout_quantization, or keep sensitive layers in 16 bits (`trl-qurl mismatch "
     "CHECKPOINT --kl 5e-3` lists them)."
 )
-AHEAD = (
-    "Rollouts are one step old: lower the learning rate, make fewer updates per rollout, or set "
-    "rollouts_ahead=0."
-)
 
 
 def usual_at_first(args: Any) -> float:
@@ -122,7 +117,7 @@ def usual_at_first(args: Any) -> float:
     usual = USUAL
     if bits and min(bits) <= 4:
         usual = USUAL_IN_FOUR_BITS
-    elif not bits and not rounds_cache and not args.rollouts_ahead:
+    elif not bits and not rounds_cache:
         usual = USUAL_IN_16_BITS
     return usual / min(1.0, args.temperature)
 
@@ -154,13 +149,8 @@ class MismatchGuard(TrainerCallback):
         self._cuts_distribution = bool(cuts or biasing_settings(args))
         self._usual_at_first = usual_at_first(args)
         self._is_sharpened = args.temperature < 1
-        self._is_ahead = bool(args.rollouts_ahead)
-        self._jump = OTHER_JUMP if self._is_ahead else JUMP
-        self._fault = OTHER_JUMP if self._is_ahead else FAULT
         self._drift_advice = ROUNDING
-        if self._is_ahead:
-            self._drift_advice = AHEAD
-        elif args.rollout_quantization is None or args.round_base:
+        if args.rollout_quantization is None or args.round_base:
             self._drift_advice = FUNCTION
         cap = args.importance_cap
         self._drift_limits = dict(DRIFT)
@@ -171,8 +161,6 @@ class MismatchGuard(TrainerCallback):
         self._usual: float | None = None  # largest KL of the rollouts that no fault explains
         self._first: float | None = None  # KL of the first of these in training
         self._quiet = WINDOW  # training rollouts since the latest finding
-        # Of rollouts ahead, the first is no measure: the weights that score it have sampled it.
-        self._skips_first = self._is_ahead
         self._was_contradicted = False  # whether the last proof failed, and is asked for again
 
     @property
@@ -200,7 +188,7 @@ class MismatchGuard(TrainerCallback):
         if KL not in row:  # no token was scored
             return []
         had_alarm = self.alarm
-        findings = list(self._judge_rollout(row, self._jump if training else OTHER_JUMP))
+        findings = list(self._judge_rollout(row, JUMP if training else OTHER_JUMP))
         if training and row[TOKENS] * DRIFT[TAIL] >= 1:  # fewer tokens do not show such a share
             self._rollouts.append(row)
             findings += self._judge_drift()
@@ -208,9 +196,7 @@ class MismatchGuard(TrainerCallback):
             self._quiet = 0
         elif training:
             self._quiet += 1
-        if self._skips_first and training:
-            self._skips_first = False
-        elif math.isfinite(row[KL]):
+        if math.isfinite(row[KL]):
             if not findings:
                 self._largest = max(self._largest or 0.0, row[KL])
             if not self.contradiction(row, training):
@@ -236,7 +222,7 @@ class MismatchGuard(TrainerCallback):
             advice = self._drift_advice
             if jump_limit is not None and row[KL] >= jump_limit:
                 advice = STALE
-            elif jump_limit is None and (self._skips_first or not self._is_ahead):
+            elif jump_limit is None:
                 advice = FUNCTION
             yield Finding(f"{KL} is {row[KL]:.3g} (threshold {limit:.2g})", advice)
 
@@ -280,11 +266,11 @@ class MismatchGuard(TrainerCallback):
 
     def _fault_limit(self, training: bool) -> float:
         """Return the KL from which it is a fault, in nats per token."""
-        jump = self._fault if training else OTHER_JUMP
+        jump = FAULT if training else OTHER_JUMP
         if self._usual is None:
             return self._usual_at_first * jump
         limit = max(SMALLEST_JUMP, self._usual) * jump
-        if self._first is None or self._is_ahead:  # which grows as the policy learns to move
+        if self._first is None:
             return limit
         grown = max(SMALLEST_JUMP, self._first) * GROWTH
         return min(limit, max(grown, self._usual_at_first))

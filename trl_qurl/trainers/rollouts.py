@@ -27,7 +27,6 @@ from trl.data_utils import prepare_multimodal_messages
 from trl.trainer.utils import RepeatSampler
 
 from trl_qurl.objective import OBJECTIVES, TRL_LOSS, Objective, surrogate_terms
-from trl_qurl.rollout.ahead import AheadVLLMGeneration, UpcomingRows
 from trl_qurl.rollout.backend import Tokens
 from trl_qurl.rollout.mismatch import MismatchTally
 from trl_qurl.rollout.prompts import check_room
@@ -49,8 +48,8 @@ LONGEST_PROMPT = 512  # tokens of these
 class GroupRolloutsMixin(QuantizedEngineMixin):
     """[`QuantizedEngineMixin`] for trainers that compute log-probabilities of groups, as GRPO.
 
-    It measures the mismatch of all completions, generates ahead, and resumes inside a rollout. With
-    a setting `objective`, it computes TRL's loss on the objective's inputs.
+    It measures the mismatch of all completions, and resumes inside a rollout. With a setting
+    `objective`, it computes TRL's loss on the objective's inputs.
     """
 
     _smooths_by_loss = False
@@ -59,7 +58,6 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
     _train_sampler: RepeatSampler | None = None
     _buffered_inputs: Any  # TRL's batches of the current rollout
     _pass: PolicyPass | None = None  # inside `_watch_pass`
-    _upcoming_rows: UpcomingRows | None = None
     _longest_prompt: LongestPrompt
 
     def __init__(
@@ -105,10 +103,6 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
         """Whether the loss's forward pass scores rollouts, instead of a pass in advance."""
         return False
 
-    @property
-    def _ahead(self) -> AheadVLLMGeneration | None:
-        return self.vllm_generation if self.args.rollouts_ahead else None
-
     # Prompts
 
     def _first_prompts(self) -> Tokens:
@@ -132,27 +126,9 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
             )
         return prompt_ids, images, fields
 
-    def _upcoming_prompts(self, rows: list[dict[str, Any]]) -> Tokens:
-        """Return the tokens of this process's prompts in the rollout after that of these rows."""
-        micro_batches = self.args.steps_per_generation * self.num_iterations  # per rollout
-        updates = micro_batches / self.args.gradient_accumulation_steps
-        if self.state.global_step + updates >= self.state.max_steps:
-            return []
-        if self._upcoming_rows is None:
-            sampler = super()._get_train_sampler(self.train_dataset)
-            skip_epochs(sampler, self.state.epoch)
-            self._upcoming_rows = UpcomingRows(sampler, self.train_dataset, self.accelerator)
-        following = self._upcoming_rows.after(rows)
-        if not following:
-            return []
-        return super()._tokenize_prompts([row["prompt"] for row in following])[0]
-
     # Generated and scored
 
     def _generate_and_score_completions(self, inputs: Any) -> Batch:
-        if self._ahead is not None:
-            is_training = self._mode == "train"
-            self._ahead.upcoming = self._upcoming_prompts(inputs) if is_training else None
         in_advance = PolicyPass(not self._scores_in_update, reads_lists=bool(self._listed_count))
         with self._watch_pass(in_advance):
             batch = super()._generate_and_score_completions(inputs)
@@ -335,13 +311,9 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
     # Kept for a resume
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train as the parent does, and abort a rollout that is still out at the end."""
+        """Train as the parent does, from a rollout of its own."""
         self._forget_rollout()
-        try:
-            return super().train(*args, **kwargs)
-        finally:
-            if self._ahead is not None:
-                self._ahead.drop()
+        return super().train(*args, **kwargs)
 
     def _forget_rollout(self) -> None:
         """Begin with a new rollout, because one that was interrupted is of other weights.
@@ -350,7 +322,6 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
         """
         self._step = 0
         self._buffered_inputs = None
-        self._upcoming_rows = None
         self._mismatch = MismatchTally(self.accelerator)
         self._metrics["train"].clear()
 
@@ -359,7 +330,6 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
         smoothing = self.vllm_generation.weights.smoothing
         return {
             "smoothing": None if smoothing is None else smoothing.state_dict(),
-            "ahead": None if self._ahead is None else self._ahead.state(),
             "step": self._step,  # TRL's count of micro-batches so far
             "batches": self._buffered_inputs,
         }
@@ -370,8 +340,6 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
         smoothing = self.vllm_generation.weights.smoothing
         if smoothing is not None and state["smoothing"]:
             smoothing.load_state_dict(state["smoothing"])
-        if self._ahead is not None:
-            self._ahead.load_state(state["ahead"])
 
     def _save_rollout(self, checkpoint: Path) -> None:
         super()._save_rollout(checkpoint)

@@ -185,7 +185,7 @@ def load_rollout_state(
             f"This run generates a new rollout instead of the checkpoint's: {', '.join(changed)} "
             "changed."
         )
-        state |= {"step": 0, "batches": None, "ahead": None}
+        state |= {"step": 0, "batches": None}
     if state["processes"] != accelerator.num_processes:
         # Processes with a file would continue the rollout and draws of prompts, and those without
         # start over.
