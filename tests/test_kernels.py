@@ -13,6 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trl_qurl.lab import device
+from trl_qurl.lab.activations import round_activations
 from trl_qurl.lab.comparison import candidates
 from trl_qurl.quantization import SCHEMES
 from trl_qurl.quantization.formats import FP8_CACHES, TOKEN_CACHES
@@ -141,11 +142,11 @@ def test_activations_are_rounded_as_vllm_does_it_without_a_gpu(dtype):
         quant = QuantFP8(static=False, group_shape=GroupShape(1, 128), use_ue8m0=False)
     codes, scale = quant.forward_native(tokens)
     expected = (codes.float().unflatten(-1, (-1, 128)) * scale.unsqueeze(-1)).flatten(-2).to(dtype)
-    assert torch.equal(SCHEMES["fp8_block"].quantize_activations(tokens), expected)
+    assert torch.equal(round_activations(tokens, "fp8_block"), expected)
     codes, exponent = _mxfp8_e4m3_quantize_torch(tokens)
     scale = torch.exp2(exponent.float() - 127)
     expected = (codes.float().unflatten(-1, (-1, 32)) * scale.unsqueeze(-1)).flatten(-2).to(dtype)
-    assert torch.equal(SCHEMES["mxfp8"].quantize_activations(tokens), expected)
+    assert torch.equal(round_activations(tokens, "mxfp8"), expected)
 
 
 def test_the_environment_is_the_same_for_every_format_and_the_users_wins(on, monkeypatch):

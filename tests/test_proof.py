@@ -7,6 +7,7 @@ import torch
 from conftest import needs_vnni
 from tiny import WHOLE_BLOCKS, layers_of, tiny_model
 
+from trl_qurl.lab.activations import round_activations
 from trl_qurl.lab.fake_quantization import quantized_forward
 from trl_qurl.quantization import SCHEMES
 from trl_qurl.quantization.plan import QuantizationPlan
@@ -217,7 +218,7 @@ def test_digests_name_what_differs():
 def test_activations_are_rounded_per_token_by_hand():
     # Token 0: absmax 1.27, scale 0.01: 0.504 -> 50.4 -> 50. Token 1: ten times that, with a
     # separate scale.
-    rounded = SCHEMES["int8"].quantize_activations(torch.tensor([[1.27, 0.504], [12.7, 5.04]]))
+    rounded = round_activations(torch.tensor([[1.27, 0.504], [12.7, 5.04]]), "int8")
     torch.testing.assert_close(rounded, torch.tensor([[1.27, 0.5], [12.7, 5.0]]))
 
 
@@ -236,7 +237,8 @@ def test_fake_quantization_is_that_of_the_codes(scheme, monkeypatch):
         quantized = model(tokens).logits
         output = layer(inputs)
     expected = (
-        scheme.quantize_activations(inputs) @ scheme.dequantize(scheme.quantize(layer.weight)).t()
+        round_activations(inputs, scheme.name)
+        @ scheme.dequantize(scheme.quantize(layer.weight)).t()
     )
     torch.testing.assert_close(output, expected)
     assert not torch.equal(plain, quantized)

@@ -24,6 +24,7 @@ from tiny import (
 )
 from torch.overrides import TorchFunctionMode
 
+from trl_qurl.lab.activations import round_activations
 from trl_qurl.quantization import (
     SCHEMES,
     checkpoint,
@@ -90,7 +91,7 @@ def test_fp8_block_codes_by_hand():
 def test_int8_activations_have_a_scale_per_token():
     # Token 0: absmax 1.27, scale 0.01: 0.504 -> 50.4 -> 50. Token 1: ten times that, with a
     # separate scale.
-    rounded = INT8.quantize_activations(torch.tensor([[1.27, 0.504], [12.7, 5.04]]))
+    rounded = round_activations(torch.tensor([[1.27, 0.504], [12.7, 5.04]]), "int8")
     torch.testing.assert_close(rounded, torch.tensor([[1.27, 0.5], [12.7, 5.0]]))
 
 
@@ -140,7 +141,7 @@ def test_packed_codes_by_hand(scheme, limit, words):
     assert tensors["weight_shape"].tolist() == [1, 256]
     assert SCHEMES[scheme].dequantize(tensors)[0, :4].tolist() == [limit, -limit - 1, 1, 0]
     # only weights are rounded
-    assert SCHEMES[scheme].quantize_activations(weight) is weight
+    assert round_activations(weight, scheme) is weight
 
 
 def test_widths_that_groups_do_not_divide_are_refused_with_the_pattern_that_keeps_them(tmp_path):
@@ -222,14 +223,14 @@ def reference_scale(scheme, weight):
 def test_cuda_rounds_to_the_same_bits(scheme, dtype, monkeypatch):
     weight = torch.randn(512, 256, generator=torch.Generator().manual_seed(0)).to(dtype)
     expected = scheme.quantize(weight)
-    rounded = scheme.quantize_activations(weight)
+    rounded = round_activations(weight, scheme.name)
     monkeypatch.setattr(forward_helpers, "_quantize", quantize_as_triton)
     with DivisionAsOnCUDA():
         # llm-compressor divides by tensors on the weight's device, so that its bits are the same
         # everywhere.
         reference = reference_scale(scheme, weight)
         on_cuda = scheme.quantize(weight)
-        assert torch.equal(scheme.quantize_activations(weight), rounded)
+        assert torch.equal(round_activations(weight, scheme.name), rounded)
     assert_same_bits({"scale": on_cuda["weight_scale"]}, {"scale": reference})
     assert_same_bits(on_cuda, expected)
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trl_qurl.lab.activations import round_activations
 from trl_qurl.quantization.layers import linear_layers
 from trl_qurl.quantization.plan import QuantizationPlan
 from trl_qurl.quantization.scheme import QuantizationScheme
@@ -39,7 +40,7 @@ class QuantizedLinear:
         if self.input_scale is not None:
             x = (x / self.input_scale.to(x.device)).to(dtype)
             weight = (weight * self.input_scale.to(weight.device)).to(weight.dtype)
-        x = self.scheme.quantize_activations(x)
+        x = round_activations(x, self.scheme.name)
         rounded = self.scheme.dequantize(self.scheme.quantize(weight), dtype).to(dtype)
         return nn.functional.linear(x, rounded, None if bias is None else bias.to(dtype))
 

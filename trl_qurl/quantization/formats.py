@@ -9,7 +9,6 @@ from importlib.metadata import entry_points
 
 import torch
 
-from trl_qurl.quantization import activations
 from trl_qurl.quantization.scheme import KernelFault, QuantizationScheme
 
 UNQUANTIZED = "none"
@@ -101,7 +100,6 @@ FORMATS = (
         checkpoint_format="int-quantized",
         lowest_gpu=(7, 5),  # Turing and later
         cpus="avx2",
-        quantize_activations=activations.int8_per_token,
         is_smoothed=True,
         # On Blackwell and later, vLLM's CUTLASS kernels support only FP8. The one for INT8 is
         # selected, and fails when it runs.
@@ -113,7 +111,6 @@ FORMATS = (
         checkpoint_format="float-quantized",
         lowest_gpu=(8, 9),  # Ada and later
         cpus=None,  # emulated there: minutes per rollout
-        quantize_activations=activations.fp8_per_token,
     ),
     QuantizationScheme(
         name="fp8_block",
@@ -122,7 +119,6 @@ FORMATS = (
         lowest_gpu=(9, 0),  # Hopper and later; on older GPUs vLLM's kernel leaves activations exact
         # Kernels for CPUs need AMX, and leave activations exact or use one scale per token.
         cpus=None,
-        quantize_activations=activations.fp8_per_group,
         heads=False,  # vLLM's loader of heads requires a scale per token of the vocabulary
         # DeepGEMM rounds the weights again, to scales that are powers of two, and activations
         # with such scales.
@@ -139,7 +135,6 @@ FORMATS = (
         lowest_gpu=(10, 0),
         cpus=None,
         needs_flashinfer=True,  # vLLM's other kernel for it, Marlin, leaves activations exact
-        quantize_activations=activations.mxfp8,
     ),
     QuantizationScheme(
         name="w4a16",

@@ -1,14 +1,13 @@
-"""Quantization schemes: how a format stores weights and rounds activations, and where it runs."""
+"""Quantization schemes: how a format stores weights, and where it runs."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from trl_qurl.quantization import packing
-from trl_qurl.quantization.activations import exact
 
 HEAD = "lm_head"  # last part of an output head's name
 
@@ -38,8 +37,6 @@ class QuantizationScheme:
     # Instructions that vLLM's kernels for CPUs need, as torch names them; `None` without kernels.
     cpus: str | None
     needs_flashinfer: bool = False  # whether vLLM's kernels for GPUs are FlashInfer's
-    # Rounds (..., in) as vLLM's kernels do.
-    quantize_activations: Callable[[torch.Tensor], torch.Tensor] = exact
     heads: bool = True  # whether vLLM can load an output head in this format
     # Whether to smooth activations (`smoothing`): this helps formats with few integer levels.
     is_smoothed: bool = False

@@ -84,3 +84,25 @@ def _token_scale(inputs: torch.Tensor, largest_code: float) -> torch.Tensor:
 
 def _to_fp8(quotient: torch.Tensor) -> torch.Tensor:
     return quotient.clamp(-LARGEST_FP8, LARGEST_FP8).to(torch.float8_e4m3fn).float()
+
+
+ACTIVATIONS = {
+    "int8": int8_per_token,
+    "fp8": fp8_per_token,
+    "fp8_block": fp8_per_group,
+    "mxfp8": mxfp8,
+}
+"""By format. Others leave activations exact; one of your own may add itself."""
+
+
+def round_activations(inputs: torch.Tensor, form: str) -> torch.Tensor:
+    """Round (..., in) as the kernels of a format do.
+
+    Args:
+        inputs: Of a linear layer.
+        form: The format's name.
+
+    Returns:
+        The rounded inputs, in the same dtype.
+    """
+    return ACTIVATIONS.get(form, exact)(inputs)
