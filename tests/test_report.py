@@ -11,7 +11,7 @@ import pytest
 from trl_qurl.cli import main
 from trl_qurl.lab.curves import COLORS, Panel, Points, draw, final_value, points_of, smooth
 from trl_qurl.lab.runs import Run
-from trl_qurl.quantization.update_size import ROUNDING, UPDATE
+from trl_qurl.lab.update_size import ROUNDING, UPDATE
 
 
 def write_run(directory, rows):

@@ -1,20 +1,38 @@
 """Sizes of updates and of rounding: Eq. 13 and 14 of the paper, from a sample of rows."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from transformers import TrainerState
 
 from tests.tiny import tiny_model
+from trl_qurl.lab.update_size import STEPS, UpdateSizeCallback
 from trl_qurl.quantization.merging import model_parameters
 from trl_qurl.quantization.plan import make_plan
 from trl_qurl.quantization.stream import WeightStream
-from trl_qurl.quantization.update_size import STEPS
 
 
-def sync(stream, model, step: int) -> dict[str, float]:
-    stream.update_size.begin_sync(step)
-    for _ in stream.tensors(model_parameters(model)):
+def watched(stream: WeightStream) -> UpdateSizeCallback:
+    """A callback that watches a stream, as in a trainer."""
+    callback = UpdateSizeCallback()
+    callback.trainer = SimpleNamespace(
+        vllm_generation=SimpleNamespace(weights=stream),
+        state=TrainerState(),
+        _record=lambda metrics: callback.recorded.update(metrics),
+    )
+    callback.recorded = {}
+    callback.on_train_begin()
+    callback.on_train_begin()  # of another training
+    return callback
+
+
+def sync(callback, model, step: int) -> dict[str, float]:
+    callback.trainer.state.global_step = step
+    callback.recorded.clear()
+    for _ in callback.trainer.vllm_generation.weights.tensors(model_parameters(model)):
         pass
-    return stream.update_size.metrics()
+    return dict(callback.recorded)
 
 
 def query_weights(model) -> list[torch.Tensor]:
@@ -31,7 +49,7 @@ def relative(before: list[torch.Tensor], after: list[torch.Tensor]) -> float:
 def test_a_sample_of_rows_measures_what_the_paper_does(name):
     model = tiny_model("llama", hidden_size=256, head_dim=128)
     plan = make_plan(model, name)
-    stream = WeightStream(model, plan)
+    stream = watched(WeightStream(model, plan))
     assert "weights/update/q_proj" not in sync(stream, model, step=0)
     before = query_weights(model)
     torch.manual_seed(1)
@@ -52,10 +70,11 @@ def test_a_sample_of_rows_measures_what_the_paper_does(name):
 
 def test_other_smoothing_scales_are_no_update():
     model = tiny_model("llama")
-    stream = WeightStream(model, make_plan(model, "int8"), smooths=True)
+    weights = WeightStream(model, make_plan(model, "int8"), smooths=True)
+    stream = watched(weights)
     first = sync(stream, model, step=0)
     for layer in range(2):
-        stream.smoothing.scales[f"model.layers.{layer}.input_layernorm"] = torch.rand(128) + 0.5
+        weights.smoothing.scales[f"model.layers.{layer}.input_layernorm"] = torch.rand(128) + 0.5
     second = sync(stream, model, step=STEPS)
     assert second["weights/update/q_proj"] == 0
     assert second["weights/rounding/q_proj"] != first["weights/rounding/q_proj"]
@@ -64,11 +83,12 @@ def test_other_smoothing_scales_are_no_update():
 
 def test_a_sync_that_failed_is_measured_again():
     model = tiny_model("llama")
-    stream = WeightStream(model, make_plan(model, "int8"))
+    weights = WeightStream(model, make_plan(model, "int8"))
+    stream = watched(weights)
     sync(stream, model, step=0)
     with torch.no_grad():
         model.model.layers[0].self_attn.q_proj.weight.mul_(2)
-    stream.update_size.begin_sync(STEPS)
-    next(iter(stream.tensors(model_parameters(model))))  # the server is lost
+    stream.trainer.state.global_step = STEPS
+    next(iter(weights.tensors(model_parameters(model))))  # the server is lost
     assert sync(stream, model, step=STEPS)["weights/update/q_proj"] > 0
     assert sync(stream, model, step=0)  # another training with the same trainer

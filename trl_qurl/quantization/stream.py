@@ -13,7 +13,6 @@ from trl_qurl.quantization.checkpoint_form import CheckpointForm, NamedTensors
 from trl_qurl.quantization.merging import model_parameters
 from trl_qurl.quantization.plan import QuantizationPlan
 from trl_qurl.quantization.smoothing import Smoothing
-from trl_qurl.quantization.update_size import UpdateSize
 
 
 class WeightStream:
@@ -37,8 +36,7 @@ class WeightStream:
         if smooths:
             layers = frozenset(name for name, scheme in plan.schemes.items() if scheme.is_smoothed)
             self.smoothing = Smoothing(model, layers)
-        self.update_size = UpdateSize(plan, self.smoothing)
-        self.transforms: list[Callable[[NamedTensors], NamedTensors]] = [self.update_size.watch]
+        self.transforms: list[Callable[[NamedTensors], NamedTensors]] = []
         if self.smoothing is not None:
             self.transforms.append(self.smoothing.fold)
 

@@ -93,14 +93,12 @@ class WeightSync:
         with self.cost.timed("sync_s"):
             self._count += 1
             self.version = f"{self._run}-step{self.global_step()}-sync{self._count}"
-            route.weights.update_size.begin_sync(self.global_step())
             try:
                 self._send(has_digests)
             except torch.OutOfMemoryError as error:
                 if not route.is_served:
                     error.add_note(MEMORY_ADVICE)
                 raise
-            self.cost.metrics |= route.weights.update_size.metrics()
             if torch.accelerator.is_available():
                 # The engine has streams of its own, and seconds should include its copies.
                 torch.accelerator.synchronize()

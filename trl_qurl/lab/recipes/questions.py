@@ -19,7 +19,7 @@ from trl_qurl.lab.recipes.rewards import GRADING, load_rewards, punishment
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from transformers import Trainer
+    from transformers import Trainer, TrainerCallback
     from trl import ModelConfig
 
 
@@ -51,6 +51,7 @@ def train(
     import trl_qurl
     from trl_qurl.lab.evaluation.callback import TaskEvaluationCallback
     from trl_qurl.lab.progress import use_step_lines
+    from trl_qurl.lab.update_size import UpdateSizeCallback
 
     _set_up_logging(training_args)
     disable_progress_bar()  # they would come between the lines of the steps
@@ -61,14 +62,15 @@ def train(
     if script_args.soft_overlong_cache is not None:
         limit = training_args.max_completion_length
         rewards.append(punishment(script_args.soft_overlong_cache, limit))
-    options: dict[str, Any] = {}
+    callbacks: list[TrainerCallback] = [UpdateSizeCallback()]
+    options: dict[str, Any] = {"callbacks": callbacks}
     if command == "ppo":
         options["value_model"] = vars(script_args)["value_model"]
     tasks = script_args.eval_tasks
     if tasks:
         steps = script_args.eval_tasks_steps
         limit = script_args.eval_tasks_limit
-        options["callbacks"] = [TaskEvaluationCallback(tasks, steps, limit)]
+        callbacks.append(TaskEvaluationCallback(tasks, steps, limit))
     loading = {
         "revision": model_args.model_revision,
         "dtype": model_args.dtype,

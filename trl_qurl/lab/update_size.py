@@ -7,15 +7,16 @@ Where updates are much smaller than rounding, most of them round to the same cod
 keeps sampling from an older policy. Update-aware quantization is for that (`uaq`).
 """
 
+from __future__ import annotations
+
 from collections import defaultdict
 from collections.abc import Iterator
 
 import torch
 
 from trl_qurl.quantization.checkpoint_form import NamedTensors
-from trl_qurl.quantization.plan import QuantizationPlan
 from trl_qurl.quantization.scheme import QuantizationScheme
-from trl_qurl.quantization.smoothing import Smoothing
+from trl_qurl.trainers.callbacks import TrainerAwareCallback
 
 UPDATE = "weights/update"
 ROUNDING = "weights/rounding"
@@ -27,69 +28,71 @@ ROWS = 16
 """Rows of each weight that are measured; of formats with larger blocks, the rows of one."""
 
 
-class UpdateSize:
-    """Measures both, by kind of layer ("q_proj"), while weights stream to an engine.
+class UpdateSizeCallback(TrainerAwareCallback):
+    """Callback that measures both, by kind of layer ("q_proj"), while weights stream to an engine.
 
-    Norms run over `ROWS` evenly spaced rows of all weights of a kind. In SmolLM2-135M, INT8, after
-    three steps of AdamW, both sizes of all seven kinds were within 4 % of those over all rows. The
-    rows stay in float32 on the weights' device until the next measurement.
+    Pass it in `callbacks=[...]`. Norms run over `ROWS` evenly spaced rows of all weights of a kind.
+    In SmolLM2-135M, INT8, after three steps of AdamW, both sizes of all seven kinds were within 4 %
+    of those over all rows. The rows stay in float32 on the weights' device until the next
+    measurement.
 
     Rounding is that of the smoothed weight, seen after division by the scales, so a refit of the
     scales does not look like an update.
     """
 
-    def __init__(self, plan: QuantizationPlan, smoothing: Smoothing | None) -> None:
-        self._plan = plan
-        self._smoothing = smoothing
+    def __init__(self) -> None:
         self._step: int | None = None  # of the last measurement
         self._last: dict[str, torch.Tensor] = {}  # rows by layer, as measured then
-        self._now: dict[str, torch.Tensor] | None = None  # rows of this sync, if it is measured
-        self._now_step = 0
 
-    def begin_sync(self, step: int) -> None:
-        """Measure in the next pass over the weights if that is due after so many optimizer steps.
-
-        Nothing is forgotten before `metrics`, so a sync can be repeated after a fault.
-        """
-        last = self._step
-        is_due = last is None or not last <= step < last + STEPS  # another training starts at 0
-        self._now = {} if is_due else None
-        self._now_step = step
+    def on_train_begin(self, *args: object, **kwargs: object) -> None:
+        """Watch the policy's weights on their way to the engine."""
+        transforms = self.trainer.vllm_generation.weights.transforms
+        if self.watch not in transforms:
+            transforms.insert(0, self.watch)  # before smoothing
 
     def watch(self, tensors: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors of a checkpoint, not yet smoothed, and keep rows of some weights."""
+        """Yield the tensors of a checkpoint, and measure them after the last if that is due.
+
+        Args:
+            tensors: In full precision, not yet smoothed.
+
+        Yields:
+            The same.
+        """
+        schemes = self.trainer.vllm_generation.weights.plan.schemes
+        step = self.trainer.state.global_step
+        last = self._step
+        is_due = last is None or not last <= step < last + STEPS  # another training starts at 0
+        rows: dict[str, torch.Tensor] = {}
         for name, tensor in tensors:
             layer = name.removesuffix(".weight")
-            if self._now is not None and layer != name and layer in self._plan.schemes:
-                self._now[layer] = sample(tensor.detach(), self._plan.schemes[layer])
+            if is_due and layer != name and layer in schemes:
+                rows[layer] = sample(tensor.detach(), schemes[layer])
             yield name, tensor
+        if is_due:
+            self.trainer._record(self._sizes(rows))
+            self._last = rows
+            self._step = step
 
-    def metrics(self) -> dict[str, float]:
-        """Return both sizes by kind of layer once the sync has succeeded; empty between two.
-
-        A training's first measurement has no update.
-        """
-        if self._now is None:
-            return {}
+    def _sizes(self, rows: dict[str, torch.Tensor]) -> dict[str, float]:
+        """Return both sizes by kind of layer. A training's first measurement has no update."""
         by_kind: defaultdict[str, list[str]] = defaultdict(list)
-        for layer in self._now:
+        for layer in rows:
             by_kind[layer.rpartition(".")[2]].append(layer)
         sizes = {}
         for kind, layers in by_kind.items():
-            now = [self._now[layer] for layer in layers]
-            rounded = [self._rounded(layer, self._now[layer]) for layer in layers]
+            now = [rows[layer] for layer in layers]
+            rounded = [self._rounded(layer, rows[layer]) for layer in layers]
             sizes[f"{ROUNDING}/{kind}"] = relative_change(now, rounded)
             if self._last:
-                last = [self._last[layer] for layer in layers]
-                sizes[f"{UPDATE}/{kind}"] = relative_change(last, now)
-        self._last = self._now
-        self._step = self._now_step
-        self._now = None
+                before = [self._last[layer] for layer in layers]
+                sizes[f"{UPDATE}/{kind}"] = relative_change(before, now)
         return sizes
 
     def _rounded(self, layer: str, rows: torch.Tensor) -> torch.Tensor:
-        scheme = self._plan.schemes[layer]
-        scale = self._smoothing.input_scale(layer) if self._smoothing else None
+        weights = self.trainer.vllm_generation.weights
+        scheme = weights.plan.schemes[layer]
+        scale = weights.smoothing.input_scale(layer) if weights.smoothing else None
         if scale is None:
             return scheme.dequantize(scheme.quantize(rows))
         scale = scale.to(rows.device)
