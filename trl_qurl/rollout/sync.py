@@ -83,7 +83,9 @@ class WeightSync:
         `RuntimeError` if it could not load them (`ServerError` from a server).
         """
         route = self.route
-        has_digests = self.settings.sync_check_interval > 0 or is_repeated
+        # An engine in this process is handed the tensors themselves: its digests would be of ours.
+        travels = route.is_served or route.folder is not None
+        has_digests = travels and (self.settings.sync_check_interval > 0 or is_repeated)
         if route.weights.smoothing is not None and not is_repeated:
             route.weights.smoothing.begin_sync()
         if is_repeated or (has_digests and self._count == 0):
