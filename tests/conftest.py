@@ -15,7 +15,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from typing import Any
 import forks
 import pytest
 from hypothesis import HealthCheck, settings
-from packaging.version import Version
 
 pytest.register_assert_rewrite("support")
 pytest_plugins = ["support.fixtures"]
@@ -84,11 +82,6 @@ needs_vnni = pytest.mark.skipif(
 
 needs_llmcompressor = pytest.mark.skipif(
     find_spec("llmcompressor") is None, reason="needs llm-compressor (trl-qurl[llmcompressor])"
-)
-
-needs_trl_1_16 = pytest.mark.skipif(
-    Version(version("trl")) < Version("1.16"),
-    reason="docs/architecture.md lists the trainers of TRL 1.16",
 )
 
 FORGET_OURS = """

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
-from conftest import FORGET_OURS, completed, needs_trl_1_16
+from conftest import FORGET_OURS, completed
 from documents import ROOT, blocks, extension_examples
 from safetensors.torch import load_file
 from tiny import save_tiny, stream_of, tiny_model
@@ -93,7 +93,6 @@ print("RECORD " + json.dumps(record))
 """
 
 
-@needs_trl_1_16
 @pytest.mark.vllm
 def test_a_trainer_of_trls_that_is_not_of_groups(warm_python, tmp_path):
     (tmp_path / "made_up.py").write_text(EXAMPLES["distillation"])

@@ -20,10 +20,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import needs_avx512, needs_trl_1_16
+from conftest import needs_avx512
 from documents import ROOT
 from packaging.requirements import Requirement
-from packaging.version import Version
 
 import trl_qurl
 from trl_qurl.config import CLIPPED_LOSS_TYPES, TAKEN_ENGINE_ARGUMENTS
@@ -80,7 +79,6 @@ def keywords(call: ast.Call) -> dict[str | None, str]:
 
 
 ROWS = read_tables()
-SINCE_TRL_1_16 = ("RLOOTrainer.__init__", "VLLMClient.image_features")
 
 
 @pytest.mark.parametrize(
@@ -89,8 +87,6 @@ SINCE_TRL_1_16 = ("RLOOTrainer.__init__", "VLLMClient.image_features")
 def test_what_we_rely_on_is_there(row):
     if importlib.util.find_spec(row.module.partition(".")[0]) is None:
         pytest.skip("not installed")
-    if row.name in SINCE_TRL_1_16 and Version(importlib.metadata.version("trl")) < Version("1.16"):
-        pytest.skip("images are TRL 1.16's")
     assert row.difference() is None
 
 
@@ -150,7 +146,6 @@ def test_a_change_of_trl_is_named(changed_trl, file, before, after, named):
     assert any(all(word in line for word in named) for line in found), found
 
 
-@needs_trl_1_16  # with TRL 1.15 doctor names what only images need
 def test_doctor_says_in_what_a_library_differs(monkeypatch):
     assert check_private_parts().status is Status.OK
     monkeypatch.setattr(environment, "differences", lambda library: [f"{library} is new"])
@@ -242,7 +237,6 @@ def test_installed_trl_is_within_the_bounds_of_setup_cfg():
     assert is_inside, f"read the changes of TRL {installed} to what this file lists: {trl}"
 
 
-@needs_trl_1_16
 @pytest.mark.parametrize("module", OTHER_TRAINERS)
 def test_trainers_of_the_table_have_what_the_engine_needs(module):
     [trainer] = re.findall(r"^class (\w+Trainer)\(", source_file(module).read_text(), re.M)

@@ -57,11 +57,11 @@ def test_pins_replace_lines_and_excluded_packages_are_removed():
 
 
 def test_upper_bounds_are_removed_and_nothing_else():
-    text = "python_requires = >=3.11\n    trl>=1.15,<1.17\n    torch<2.15\n    peft>=0.18\n"
-    expected = "python_requires = >=3.11\n    trl>=1.15\n    torch\n    peft>=0.18\n"
+    text = "python_requires = >=3.11\n    trl>=1.16,<1.17\n    torch<2.15\n    peft>=0.18\n"
+    expected = "python_requires = >=3.11\n    trl>=1.16\n    torch\n    peft>=0.18\n"
     assert version_rows.without_upper_bounds(text) == expected
     freed = version_rows.without_upper_bounds((ROOT / "setup.cfg").read_text())
-    assert "trl>=1.15\n" in freed and "trl_qurl = py.typed" in freed
+    assert "trl>=1.16\n" in freed and "trl_qurl = py.typed" in freed
 
 
 @pytest.mark.parametrize(

@@ -39,8 +39,7 @@ def measure_prompts(trainer: Trainer) -> LongestPrompt:
     """
     longest = LongestPrompt()
     makes_prompts = vars(trainer).get("environment_factories") or vars(trainer).get("rollout_func")
-    # none in RLOO of TRL 1.15, which takes no images
-    if vars(trainer).get("_is_vlm") or makes_prompts:
+    if trainer._is_vlm or makes_prompts:
         return longest
     rows = trainer.model.config.get_text_config().vocab_size
     for name, dataset in datasets_of(trainer).items():

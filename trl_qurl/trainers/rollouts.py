@@ -106,8 +106,7 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
     # Prompts
 
     def _first_prompts(self) -> Tokens:
-        is_vlm = getattr(self, "_is_vlm", False)  # none in RLOO of TRL 1.15, which takes no images
-        if is_vlm or getattr(self, "environment_factories", None) is not None:
+        if self._is_vlm or getattr(self, "environment_factories", None) is not None:
             return []
         rows = itertools.islice(self.train_dataset, CALIBRATION_PROMPTS)
         prompts = super()._tokenize_prompts([row["prompt"] for row in rows])[0]
