@@ -1,9 +1,5 @@
-"""HTTP to the server: requests that are bounded in time, and answers that are vLLM's."""
+"""HTTP to the server: requests that are bounded in time, and sent once."""
 
-import json
-import re
-import threading
-from concurrent.futures import Future, wait
 from typing import Any
 
 import requests
@@ -43,26 +39,8 @@ class BoundedRequests(HTTPAdapter):
         self._limit = limit
 
     def send(self, *args: Any, **kwargs: Any) -> requests.Response:
-        """Return the answer with all of its body.
-
-        Raises `requests.Timeout` if that takes longer than the limit.
-        """
-        answer: Future[requests.Response] = Future()
-
-        def exchange() -> None:
-            try:
-                response = super(BoundedRequests, self).send(*args, **kwargs)
-                _ = response.content  # reads it
-                answer.set_result(response)
-            except BaseException as error:
-                answer.set_exception(error)
-
-        # The timeout of requests is for one read, and a byte now and then would renew it.
-        kwargs |= {"timeout": self._limit, "stream": True, "proxies": {}}
-        threading.Thread(target=exchange, daemon=True).start()
-        if not wait([answer], self._limit).done:
-            raise requests.Timeout(f"no complete answer within {self._limit} seconds")
-        return answer.result()
+        """Send a request, and wait this long for each part of its answer."""
+        return super().send(*args, **kwargs | {"timeout": self._limit, "proxies": {}})
 
 
 def open_session(limit: float, connections: int = 3) -> requests.Session:
@@ -73,36 +51,3 @@ def open_session(limit: float, connections: int = 3) -> requests.Session:
     for prefix in ("http://", "https://"):
         session.mount(prefix, BoundedRequests(limit, connections))
     return session
-
-
-CONTENTS = {
-    "/v1/models": "data",
-    "/v1/completions": "choices",
-    "/v1/chat/completions": "choices",
-    "/collective_rpc": "results",
-    "/server_info": "vllm_config",
-    "/get_world_size": "world_size",
-    "/reset_prefix_cache": "success",
-}
-"""By path, what an answer holds; of other paths, it is any JSON object."""
-
-TEXTS = {"/reset_encoder_cache": "", "/v1/load_lora_adapter": "Success: .*"}
-"""By path, the pattern of an answer that is no JSON."""
-
-
-def read_answer(path: str, body: bytes) -> dict[str, Any]:
-    """Return what a path answered with status 200, empty for a text.
-
-    Raises `ValueError` if that is not vLLM's answer: a proxy's page also has that status, and so
-    has an answer that lost its end without a `Content-Length`.
-    """
-    if path in TEXTS:
-        if re.fullmatch(TEXTS[path], body.decode()) is None:
-            raise ValueError("another text")
-        return {}
-    answer = json.loads(body)
-    if not isinstance(answer, dict):
-        raise ValueError("no JSON object")
-    if path in CONTENTS and CONTENTS[path] not in answer:
-        raise ValueError(f"no {CONTENTS[path]}")
-    return answer

@@ -28,7 +28,7 @@ from trl_qurl.rollout.background import in_background
 from trl_qurl.rollout.checks.tensors import differences
 from trl_qurl.rollout.engine.broadcast import Broadcast
 from trl_qurl.rollout.engine.guard import API_KEY_VARIABLE
-from trl_qurl.rollout.engine.http import open_session, read_answer
+from trl_qurl.rollout.engine.http import open_session
 from trl_qurl.rollout.errors import ServerError, ServerLostError, SyncError
 
 logger = logging.getLogger(__name__)
@@ -37,6 +37,7 @@ BROADCAST_GRACE = 10.0  # seconds for a broadcast to end after its request and i
 HEALTH_SECONDS = 5.0  # for a server to say that it is up
 PORT_GRACE = 30.0  # seconds for the port of a stream that was lost to become free
 RENDER_PATH = "/v1/chat/completions/render"  # where TRL sends images
+TEXT_ANSWERS = ("/reset_encoder_cache", "/v1/load_lora_adapter")  # paths without JSON
 ADVICE = "check the server's log, restart it, and resume from the last checkpoint."
 
 
@@ -335,12 +336,14 @@ class ServedEngine(VLLMClient, wire.Engine):
                 f"{self._server} answered {path} with HTTP {status}: {ADVICE} {_said(response)}",
                 status,
             )
+        if path in TEXT_ANSWERS:
+            return {}
         try:
-            return read_answer(path, response.content)
+            return response.json()
         except ValueError:
-            what = "only a part of vLLM's answer, or a proxy with its own"
             raise ServerError(
-                f"{self._server} answered {path} with {what}: {ADVICE} {_said(response)}"
+                f"{self._server} answered {path} with no JSON, or a part of it: {ADVICE} "
+                f"{_said(response)}"
             ) from None
 
     @property
