@@ -1,5 +1,5 @@
-"""Vision-language models, mixtures of experts and other families: real runs with every sync checked
-by digests.
+"""Vision-language models, mixtures of experts and other families: real runs with every sync
+checked.
 """
 
 import pytest

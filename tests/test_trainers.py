@@ -67,7 +67,7 @@ def test_another_trainer_takes_quantized_rollouts(trainers):
 
 
 def test_a_transform_of_weights_reaches_the_engine_and_the_checkpoint(trainers):
-    """The rollouts came from the limited weights: each sync compared digests of what was sent and
-    received. An outlier of 1.0 is 20 times as wide as the other rows.
+    """A quantized checkpoint is written from the stream that syncs send, so it holds the limited
+    weights. An outlier of 1.0 is 20 times as wide as the other rows.
     """
     assert 3 < trainers["GRPO"]["widest"] < 10

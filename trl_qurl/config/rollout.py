@@ -58,8 +58,10 @@ class QuantizedRolloutsConfig:
             `llmcompressor`. `stream` sends tensors (in process or over NCCL), `checkpoint` writes
             them for the engine to reload. `adapter` sends only the LoRA adapter, to an engine that
             has the frozen base, quantized once; the others merge it. `auto` sends the adapter to a
-            server that accepts adapters, streams where both sides can, and otherwise writes
-            checkpoints, and logs why. `llmcompressor` is the slow reference: at each sync, one
+            server that accepts adapters. Otherwise it streams in process, and to a server over NCCL
+            (never run on a GPU yet) if both sides have CUDA and each training process holds the
+            whole policy; else, as under FSDP and ZeRO-3, it writes checkpoints. It logs why.
+            `llmcompressor` is the slow reference: at each sync, one
             process has llm-compressor round the same weights and write a checkpoint.
         round_base: Whether the trainer replaces the frozen base below a LoRA adapter with the
             values that the engine's codes represent, so actor and policy have the same weights.
@@ -82,9 +84,9 @@ class QuantizedRolloutsConfig:
     > Checks
 
         sync_check_interval: Syncs between checks that the engine computes the policy's function, by
-            the tokens of the next rollout; 0 for none. Always after the first sync, and over NCCL.
-            With 0 there are no digests either, which otherwise compare all tensors on both sides at
-            every sync.
+            the tokens of the next rollout; 0 for none. With 0 there are no digests either, which
+            compare each tensor that travels as a file or to a server with what arrived. Otherwise
+            always after the first sync, and over NCCL.
 
     > Guard
 

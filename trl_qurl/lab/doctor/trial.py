@@ -67,7 +67,8 @@ def check(form: str, name: str, engine: Mapping[str, Any] = MappingProxyType({})
 def train(trainer: QuRLGRPOTrainer) -> float:
     """Train, and return the largest KL of actor and policy, in nats per token.
 
-    The trainer verifies each sync with digests and the tokens of the next rollout, and raises.
+    The tokens of the next rollout check what the engine computes with each sync, and digests what
+    a server received. The trainer raises.
     """
     trainer.train()
     rows = [row for row in trainer.state.log_history if "mismatch/kl_k3" in row]

@@ -1,1 +1,1 @@
-"""Checks that a sync took effect: digests of tensors, as they are sent and received."""
+"""Checks that a sync took effect: for files and servers, digests of tensors, sent and received."""

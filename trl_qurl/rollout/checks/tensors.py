@@ -1,8 +1,8 @@
 """Check tensors at both ends of their way to an engine.
 
 The worst bugs in this field are silent: an engine that samples from stale or half-loaded weights.
-Digests compare each tensor as it left the trainer with the tensor as it entered the engine. What
-happens afterward shows in the next rollout (`trainers/guard.py`).
+For files and servers, digests compare each tensor as it left the trainer with the tensor that
+arrived. What happens afterward shows in the next rollout (`trainers/guard.py`).
 """
 
 import functools
