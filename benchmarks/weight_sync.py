@@ -6,7 +6,7 @@ a training step?
     python benchmarks/weight_sync.py --ways bf16-stream int8-stream int8-llmcompressor
 
 A real trainer with a real colocated engine and random weights of Qwen3-0.6B's shape, in a separate
-process for each way. After a warm-up, syncs with their digests are timed; then one training
+process for each way. After a warm-up, syncs with their checks are timed; then one training
 step, whose parts come from the trainer's own log. A checkpoint goes through
 /dev/shm, as it would to a server on the same machine, to which only the HTTP requests are added. On
 a CPU without FP8 arithmetic a step with FP8 rollouts would take minutes, so there only the syncs

@@ -18,7 +18,7 @@ INT4 had .01 there, also without harm.
 """
 
 RISKY = 0.02
-"""KL (k3) per token with which runs ended badly.
+"""KL (k3) per token with which single runs ended low.
 
 It was .025 before the paper's collapse, and .05 for INT3 and plain INT8.
 """
@@ -106,7 +106,7 @@ def verdict(mismatch: Mismatch) -> str:
         return f"safe to train with: {kl} did no harm in our study. Keep the defaults."
     if mismatch.kl_k3.low >= RISKY:
         return (
-            f"risky: with {kl} some runs of our study ended badly, even with a correction. Choose "
+            f"risky: with {kl} single runs of our study ended low, even with a correction. Choose "
             "a finer format, keep sensitive layers in 16 bits (quantization_ignore), or leave "
             "smooth_activations on (INT8)."
         )
