@@ -33,6 +33,9 @@ PAIRS = [
     ("so \\boxed{\\frac{1}{2}}.", "0.5", "right", "a solution with a box"),
     ("40*30 = <<40*30=1200>>1,200\n#### 1,200", "1200", "right", "a solution of GSM8K"),
     ("#### 72 clips", "27", "wrong", "another number"),
+    ("42", "4 2", "wrong", "two numbers are not one"),
+    ("56", "5\\quad 6", "wrong", "two numbers are not one"),
+    ("H_2O", "H2O", "right", "an index that is written as a digit"),
     ("1.6e-19", "9.1e-31", "wrong", "small numbers are compared by their size"),
     ("-1.6e-19", "1.6 \\times 10^{-19}", "wrong", "the sign of a small number counts"),
     ("6.63e-34", "2^{-90}", "wrong", "math-verify would round both to 0"),
@@ -183,4 +186,8 @@ PAIRS = [
     ("1-2x", "-2x + 1", "right", "an equal formula"),
     ("\\frac{25}{6}", "4\\frac{1}{6}", "right", "a mixed number of TeX"),
     ("438", "4.38 \\times 10^{3}", "wrong", "another number"),
+    ("1.05 psi", "1.5 psi", "wrong", "a zero inside a number counts, in a text, too"),
+    ("5.04% interest", "5.4% interest", "wrong", "a zero inside a number counts, in a text, too"),
+    ("12:05", "12:5", "wrong", "a zero of the minutes counts"),
+    ("1 1/2 psi", "11/2 psi", "wrong", "a mixed number is no fraction, in a text, too"),
 ]

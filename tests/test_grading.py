@@ -14,7 +14,8 @@ pytest.importorskip("math_verify")
 
 TEXTS = (
     "Paris New York rock and roll état Yes A (A) B12 e4 H2O 9 am 10:30 2024-01-05 192.168.0.1 "
-    "30 October 555-4567 07:00 7 AM 05/01/2024 snake_case \\text{(C)}"
+    "30 October 555-4567 07:00 7 AM 05/01/2024 snake_case \\text{(C)} "
+    "1.05 psi 5.04% interest 12:05 1 1/2 psi"
 )
 ANSWERS = [answer for answer, *_ in PAIRS]
 

@@ -31,6 +31,7 @@ from trl import GRPOTrainer
 from trl_qurl import QuRLGRPOTrainer, QuRLPPOTrainer
 from trl_qurl.config import CLIPPED_LOSS_TYPES
 from trl_qurl.objective import OBJECTIVES
+from trl_qurl.rollout.errors import SyncError
 from trl_qurl.rollout.mismatch import mismatch_metrics, mismatch_sums
 from trl_qurl.trainers.arguments import MERGED
 from trl_qurl.trainers.grpo import has_dropout, noise_settings
@@ -549,6 +550,23 @@ def test_weights_that_no_sync_has_sent_are_sent_before_tokens_are_sampled(traine
     assert versions[0] == versions[1] != versions[2]
 
 
+def test_after_a_sync_that_failed_the_weights_are_sent_again(trainer):
+    """Even if the policy is as it was before that sync."""
+    rollout_of(trainer)
+    generation = trainer.vllm_generation
+    version = generation.sync.version
+    weight = trainer.model.model.norm.weight
+    kept = weight.data.clone()
+    weight.data.fill_(math.nan)
+    with pytest.raises(SyncError, match="NaN"):
+        generation.sync_weights()
+    weight.data.copy_(kept)
+    rollout_of(trainer)
+    assert generation.sync.version.rpartition("sync")[2] == str(
+        int(version.rpartition("sync")[2]) + 2
+    )
+
+
 @pytest.fixture
 def watch(trainer, monkeypatch):
     watch = LearningWatch()
@@ -622,8 +640,11 @@ def test_a_critics_warmup_is_meant(watch, trainer, monkeypatch, caplog):
 
 def test_an_infinite_reward_is_named_with_its_function_once(watch, trainer, caplog):
     [name] = trainer.reward_func_names
-    log_rows(watch, trainer, [0.1] * 4, **{f"rewards/{name}/mean": -math.inf})
-    [text] = said(caplog)
+    infinite = {f"rewards/{name}/mean": -math.inf}
+    log_rows(watch, trainer, [0.1] * 4, **infinite)  # with a weight of 0
+    assert said(caplog) == []
+    log_rows(watch, trainer, [0.0] * 40, reward=-math.inf, **infinite)
+    [text] = caplog.messages
     assert f"The reward function {name!r} returned inf or -inf" in text
 
 

@@ -92,8 +92,8 @@ def test_the_table_and_the_picture(tmp_path, capsys, monkeypatch):
     scores = {"eval_sums/actor_avg@1": 0.25, "eval_sums/actor_tokens": 9.0}
     rows = {"a": [{"step": 4, "reward": 0.1}, last], "b": [{"step": 4, "reward": 0.0, **scores}]}
     runs = [write_run(tmp_path / "some" / name / "run", rows[name]) for name in rows]
-    picture = tmp_path / "report.png"
-    assert main(["report", runs[0], f"{runs[1]}/run.jsonl", "-o", str(tmp_path)]) == 0
+    picture = tmp_path / "new" / "report.png"
+    assert main(["report", runs[0], f"{runs[1]}/run.jsonl", "-o", str(tmp_path / "new")]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     # Of the first run, only the last row is among the last 20 rollouts.
     # A step took 2 s, and a rollout has four.
@@ -141,7 +141,7 @@ def test_bad_input_is_an_error(tmp_path, capsys, monkeypatch):
         (run, run): "run is there twice",
         (run, empty): "empty/run.jsonl has no rows",
         (run, "-o", f"{run}/run.jsonl"): "jsonl",
-        (run, "-o", str(tmp_path / "absent" / "runs.png")): "absent/runs.png",
+        (run, "-o", f"{run}/run.jsonl/runs.png"): "run.jsonl",
     }.items():
         assert main(["report", *arguments]) == 2
         assert named in capsys.readouterr().err

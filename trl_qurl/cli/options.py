@@ -75,8 +75,9 @@ def check_hub(name: str, kind: str) -> None:
         pass  # a wrong name, or one without access: loading it says so
     except Exception as error:  # of the HTTP library
         raise ConnectionError(
-            f"{name} is not a local {kind}, and the Hub cannot be reached ({error}): give a local "
-            "path, check the network, or set HF_HUB_OFFLINE=1 to use what was downloaded before."
+            f"{name} is not a local {kind}, and the Hub cannot be reached ({error}): check the "
+            "name and the network, give a local path, or set HF_HUB_OFFLINE=1 to use what was "
+            "downloaded before."
         ) from None
 
 

@@ -110,7 +110,8 @@ CODE = re.compile(
 WORDS = {
     r"(?<![^\W_])([^\W\d_])\.": r"\1",  # a.m., U.S.
     r":00(?=\s?[ap]m)": "",
-    r"\b0+(?=\d)|_(?=\{?\d)|[{}\s]": "",  # 07:00, H_2O
+    r"(?<![\w.,:])0+(?=\d)|_(?=\{?\d)|[{}]": "",  # 07:00, H_2O
+    r"(?<!\d)\s|\s(?!\d)": "",
     r"(\d/\d+/)20(?=\d\d$)": r"\1",  # 12/25/2023
     r"^[.,;:!?'\"]+|[.,;:!?'\"]+$": "",
     r"^[([]?([^][()]*)[])]?$": r"\1",
@@ -243,7 +244,8 @@ def _key(solution: str, is_worded: bool) -> str:
     content = solution[7:-2] if is_text(solution) else solution[1:-1]
     if is_worded:
         return _replaced(content.casefold(), WORDS)
-    return re.sub(r"(?<=[^\W\d_])_\{?(\d+)\}?|\s", r"\1", content)
+    content = re.sub(r"\{([A-Za-z]+)\}$", r"\1", content)  # of FORMULA
+    return re.sub(r"(?<=[^\W\d_])_\{?(\d+)\}?|(?<!\d)\s|\s(?!\d)", r"\1", content)
 
 
 def _replaced(text: str, replacements: dict[str, str]) -> str:

@@ -66,7 +66,8 @@ def run(args: argparse.Namespace) -> int:
     weights = weight_panel(runs)
     if any(weights.lines.values()):
         panels.append(weights)
-    picture: Path = args.output / PICTURE if args.output.is_dir() else args.output
+    picture: Path = args.output if args.output.suffix else args.output / PICTURE
+    picture.parent.mkdir(parents=True, exist_ok=True)
     draw(panels, picture)
     Console().print(build_table((*metrics, *SECONDS), runs))
     print(f"Picture: {picture}")

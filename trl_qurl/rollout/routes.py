@@ -21,9 +21,10 @@ from trl_qurl.quantization.merging import Tensors, model_parameters
 from trl_qurl.quantization.rounded_base import round_base
 from trl_qurl.quantization.storage import read_tensors
 from trl_qurl.quantization.stream import WeightStream
-from trl_qurl.rollout.adapter import adapter_tensors, write_adapter
+from trl_qurl.rollout.adapter import adapter_obstacle, adapter_tensors, write_adapter
 from trl_qurl.rollout.checks.tensors import MeteredStream, base_digests
 from trl_qurl.rollout.directory import CheckpointFolder
+from trl_qurl.rollout.errors import SyncError
 from trl_qurl.rollout.recovery import raise_everywhere
 from trl_qurl.rollout.substitution import substitute
 from trl_qurl.rollout.wire import Engine, TensorMetadata, WeightUpdate
@@ -173,6 +174,9 @@ class AdapterRoute(CheckpointRoute):
             )
 
     def tensors(self) -> Tensors:  # noqa: D102
+        obstacle = adapter_obstacle(self.model)  # since the start
+        if obstacle is not None:
+            raise SyncError(f"The adapter can no longer be sent alone: {obstacle}.")
         return adapter_tensors(self.model, self.dtype)
 
     def _write(self, name: str, stream: MeteredStream) -> Path:

@@ -94,6 +94,8 @@ class WeightSync:
         self.needs_proof |= self._is_due(is_repeated)
         with self.cost.timed("sync_s"):
             self._count += 1
+            last = self._sent
+            self._sent = None  # what a sync that fails leaves behind is nobody's policy
             self.version = f"{self._run}-step{self.global_step()}-sync{self._count}"
             try:
                 self._send(has_digests)
@@ -104,7 +106,7 @@ class WeightSync:
             if torch.accelerator.is_available():
                 # The engine has streams of its own, and seconds should include its copies.
                 torch.accelerator.synchronize()
-            self._remember(SentWeights(self.global_step(), self._fingerprint()))
+            self._remember(last, SentWeights(self.global_step(), self._fingerprint()))
 
     def _is_due(self, is_repeated: bool) -> bool:
         """Return whether the next rollout has to prove that this sync gave the engine a policy."""
@@ -140,8 +142,7 @@ class WeightSync:
         self.cost.check_s += stream.digest_s
         self.cost.sent_bytes += stream.nbytes
 
-    def _remember(self, now: SentWeights) -> None:
-        last = self._sent
+    def _remember(self, last: SentWeights | None, now: SentWeights) -> None:
         is_later = last is not None and now.step >= last.step  # another training starts at 0 again
         # Without version counters: an optimizer with a learning rate of 0 counts one up as well.
         if last is None or not is_later or now.fingerprint.values() != last.fingerprint.values():

@@ -21,13 +21,13 @@ logger = get_logger(__name__)  # of the main process
 PATIENCE = 3  # rollouts, or updates with a gradient and a learning rate
 
 INFINITE = (
-    "The reward function {!r} returned inf or -inf, and no answer in a group with such a reward "
-    "has an advantage, so the policy does not learn from it: return a finite number, or None."
+    "The reward function {!r} returned inf or -inf, from which no advantage can be computed, so "
+    "its answers teach nothing or end training: return a finite number, or None."
 )
 NO_GRADIENT = (
     "grad_norm was 0 in {} logged updates in a row, although rewards differ, so the policy does "
-    "not learn: look for code that froze it after training had begun (requires_grad), and for "
-    "rewards that are not finite."
+    "not learn: look for code that froze it after training had begun (requires_grad), and with "
+    "scale_rewards='batch' for rewards that are equal within each group."
 )
 
 
@@ -84,7 +84,9 @@ class LearningWatch(TrainerAwareCallback):
         has_signal = self._has_learned and self._alike == 0 and is_warm
         self._still = self._still + 1 if norm == 0 and has_signal else 0
         # One update may see only those groups of a rollout whose rewards are equal.
-        if self._still >= PATIENCE * max(1, self.trainer.args.updates_per_rollout):
+        if "infinite" not in self._said and self._still >= PATIENCE * max(
+            1, self.trainer.args.updates_per_rollout
+        ):
             self._say_once("gradient", NO_GRADIENT.format(self._still))
         if 0 < norm < math.inf and rate > 0:
             self._moving.append(state.global_step)
@@ -97,8 +99,9 @@ class LearningWatch(TrainerAwareCallback):
     def observe(self, metrics: Mapping[str, float]) -> None:
         """Judge a training rollout by its metrics; warn if the last ones taught nothing."""
         for name in self.trainer.reward_func_names:
-            if math.isinf(metrics.get(f"rewards/{name}/mean", 0.0)):
-                self._say_once(name, INFINITE.format(name))
+            is_infinite = math.isinf(metrics.get(f"rewards/{name}/mean", 0.0))
+            if is_infinite and not math.isfinite(metrics["reward"]):  # its weight is not 0
+                self._say_once("infinite", INFINITE.format(name))
         if self.trainer._has_signal(metrics):
             self._alike = 0
             self._has_learned = True

@@ -54,10 +54,10 @@ def last_complete_checkpoint(output_dir: str | Path) -> Path:
                 )
             return checkpoint
         incomplete.append(checkpoint.name)
-    found = f"only incomplete ones ({', '.join(incomplete)})" if incomplete else "none"
+    found = f"are only incomplete ones ({', '.join(incomplete)})" if incomplete else "is none"
     raise ValueError(
         f"resume_from_checkpoint=True looks for a checkpoint in {output_dir} (output_dir), but "
-        f"there is {found}: pass the path of a checkpoint, or leave resume_from_checkpoint out to "
+        f"there {found}: pass the path of a checkpoint, or leave resume_from_checkpoint out to "
         "begin a new run."
     )
 
