@@ -314,7 +314,9 @@ def group_members(group: int) -> list[int]:
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(FileNotFoundError, ProcessLookupError):  # it has ended since
             state, _, its_group, *_ = path.read_text().rpartition(")")[2].split()
-            if int(its_group) == group and state != "Z":
+            # A process whose first thread has ended keeps its files and locks until the last one has.
+            is_running = state != "Z" or len(os.listdir(path.parent / "task")) > 1
+            if int(its_group) == group and is_running:
                 found.append(int(path.parent.name))
     return found
 
