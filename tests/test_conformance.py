@@ -153,7 +153,7 @@ def trained(record, steps=2, mismatch=0.1):
 @in_an_engine
 def test_rewards_and_chats(shared):
     record = shared["rewards"]
-    # Four updates of one rollout. A rollout draws from 9 of 97 tokens, so that ln 11 is between the
+    # Four updates of one rollout. A rollout draws from 9 of 97 tokens, so ln 11 is between the
     # policies.
     updates, [rollout] = trained(record, steps=4, mismatch=2)
     assert rollout["answers"] == 16, "log_metric"
@@ -282,7 +282,7 @@ def test_models_and_modes(name, further):
         pytest.importorskip("torchvision", reason="transformers' processors need torchvision")
     if "smolvlm" in name:
         pytest.importorskip("num2words", reason="the processor needs num2words")
-    # With images 95 of 128 tokens are allowed, so that ln 1.35 is between the policies.
+    # With images 95 of 128 tokens are allowed, so ln 1.35 is between the policies.
     is_loose = is_vision or name in BACKEND
     trained(further[name], mismatch=0.1 if is_loose else 1e-3)
 

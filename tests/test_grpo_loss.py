@@ -262,7 +262,7 @@ def test_one_update_per_rollout_needs_no_scoring_pass(objective, trainer, monkey
     assert "old_per_token_logps" not in unscored
     assert "importance_sampling_ratio" not in unscored
     assert trainer._metrics["train"]["time/logps_s"] == [0.0]
-    # The very same rollout, so that the losses can be compared.
+    # The same rollout, so the losses can be compared.
     unscored = {name: part for name, part in scored.items() if name in unscored}
     advantages = torch.linspace(-1, 1, len(ROWS))
 

@@ -226,7 +226,7 @@ def test_cuda_rounds_to_the_same_bits(scheme, dtype, monkeypatch):
     rounded = round_activations(weight, scheme.name)
     monkeypatch.setattr(forward_helpers, "_quantize", quantize_as_triton)
     with DivisionAsOnCUDA():
-        # llm-compressor divides by tensors on the weight's device, so that its bits are the same
+        # llm-compressor divides by tensors on the weight's device, so its bits are the same
         # everywhere.
         reference = reference_scale(scheme, weight)
         on_cuda = scheme.quantize(weight)

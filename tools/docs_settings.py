@@ -27,11 +27,11 @@ SEE = {
     "dynamic_sampling": "settings.md#dynamic-sampling-dapo",
     "mismatch_guard": "settings.md#the-mismatch-guard",
 }
-"""Where a setting is explained further."""
+"""Where a setting is explained."""
 
 
 def with_tables(page: str) -> str:
-    """Return a page with all its tables of settings written anew."""
+    """Return a page with all its tables of settings rewritten."""
     return TABLE.sub(lambda found: found[1] + table(found[2].split()) + found[3], page)
 
 

@@ -2,7 +2,7 @@
 
 Neither lines nor words are limited: that made the code dense instead of small. Tokens (names,
 numbers, operators, and strings that are no docstrings) stay the same however they are laid out.
-Density has limits so that nothing is packed into fewer lines.
+Density has limits, so nothing is packed into fewer lines.
 """
 
 import ast

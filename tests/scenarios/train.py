@@ -244,8 +244,6 @@ def run(options):
         "warned": warned,
         "whole_mb": generation.cost.take().sent_bytes / 1e6,
     }
-    # the first rollout is to sync as it would without the probe above
-    generation.sync._sent = None
     if options.kill_before_generation and trainer.accelerator.is_main_process:
         kill_before_generation(generation.vllm_client, options.kill_before_generation)
     if options.request_seed is not None:

@@ -153,7 +153,7 @@ CONFLICTS = (
             and not hasattr(config, "teacher_model_server_url")
         ),
         "SDPO and SDFT ask the server that generates, so the teacher would be the quantized actor",
-        "Set use_teacher_server=False, so that the trainer scores the teacher in full precision",
+        "Set use_teacher_server=False, so the trainer scores the teacher in full precision",
     ),
     Conflict(
         ("vllm_engine_kwargs", "vllm_mode"),

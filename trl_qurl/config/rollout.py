@@ -61,8 +61,8 @@ class QuantizedRolloutsConfig:
             server that accepts adapters. Otherwise it streams in process, and to a server over NCCL
             (never run on a GPU yet) if both sides have CUDA and each training process holds the
             whole policy; else, as under FSDP and ZeRO-3, it writes checkpoints. It logs why.
-            `llmcompressor` is the slow reference: at each sync, one
-            process has llm-compressor round the same weights and write a checkpoint.
+            `llmcompressor` is the slow reference: at each sync, one process has llm-compressor
+            round the same weights and write a checkpoint.
         round_base: Whether the trainer replaces the frozen base below a LoRA adapter with the
             values that the engine's codes represent, so actor and policy have the same weights.
             Implies `weight_sync="adapter"`.

@@ -35,7 +35,7 @@ KEPT = ("prompt", "image", "images")  # columns that remove_unused_columns=True 
 NOT_PASSED = ("prompt", "completion", "completion_ids")  # columns that TRL does not pass
 # PEFT's methods that merge exactly.
 MERGED = "BOFT C3A DELORA FOURIERFT GRALORA HRA IA3 LOHA LOKR LORA MISS OFT PSOFT SHIRA WAVEFT"
-# Settings that limit an adapter to some tokens, so that it cannot be merged.
+# Settings that limit an adapter to some tokens, so it cannot be merged.
 ONLY_TOKENS = ("alora_invocation_tokens", "trainable_token_indices")
 
 
@@ -261,7 +261,7 @@ def check_full_precision(
         check_model_directory(
             Path(model, loading.get("subfolder", "")),
             f"load its base, and pass PeftModel.from_pretrained(base, {model!r}, "
-            "is_trainable=True) to go on training it",
+            "is_trainable=True) to continue training it",
         )
     cause = _quantized_by(model, quantization_config, loading)
     if cause is not None:

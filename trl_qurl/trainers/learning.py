@@ -83,10 +83,9 @@ class LearningWatch(TrainerAwareCallback):
         is_warm = state.global_step > vars(args).get("critic_warmup_steps", 0)
         has_signal = self._has_learned and self._alike == 0 and is_warm
         self._still = self._still + 1 if norm == 0 and has_signal else 0
-        # One update may see only those groups of a rollout whose rewards are equal.
-        if "infinite" not in self._said and self._still >= PATIENCE * max(
-            1, self.trainer.args.updates_per_rollout
-        ):
+        # One update may see only groups with equal rewards, so all updates of a rollout count.
+        patience = PATIENCE * max(1, self.trainer.args.updates_per_rollout)
+        if self._still >= patience and "infinite" not in self._said:
             self._say_once("gradient", NO_GRADIENT.format(self._still))
         if 0 < norm < math.inf and rate > 0:
             self._moving.append(state.global_step)

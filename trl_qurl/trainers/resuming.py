@@ -151,7 +151,7 @@ def warn_of_new_optimizer(checkpoint: Path) -> None:
     if missing:
         logger.warning(
             f"{checkpoint} has no {' and no '.join(missing)}, as with save_only_model=True: the "
-            "run goes on with a new optimizer, and with the learning rate of a run's beginning."
+            "run continues with a new optimizer, and with the learning rate of a run's beginning."
         )
 
 

@@ -310,7 +310,7 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
     # Kept for a resume
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train as the parent does, from a rollout of its own."""
+        """Train as the parent does, beginning with a new rollout."""
         self._forget_rollout()
         return super().train(*args, **kwargs)
 

@@ -37,7 +37,7 @@ TEXTS = frozenset(
         "lr_scheduler_type",
     )
 )
-"""Settings that are logged although they are no numbers. In any other, a secret may stand."""
+"""Settings whose text is logged. Any other text may hold a secret."""
 
 _locks: dict[Path, int] = {}  # open directories of this process's runs, by path of the log
 
@@ -171,7 +171,7 @@ def _end_of_rows(file: BinaryIO) -> int:
 @functools.cache
 def _warn_of_lost_rows(path: Path, reason: str) -> None:
     logger.warning(
-        "Rows are missing from %s, which cannot be written (%s). Training goes on, and rows are "
+        "Rows are missing from %s, which cannot be written (%s). Training continues, and rows are "
         "logged again once they can be; free space, or check the permissions.",
         path,
         reason,

@@ -86,7 +86,7 @@ def answer_task(llm: LLM, task: Task, prompts: list[list[int]], job: Job) -> Ite
     print(f"{job.label}: {task.name}, {len(prompts)} questions", flush=True)
     params = []
     for question in range(len(prompts)):
-        # Its own, so that its answers do not depend on other questions; unlike Python's hash, a
+        # Its own, so its answers do not depend on other questions; unlike Python's hash, a
         # checksum is the same on every machine.
         seed = zlib.crc32(f"{task.name}/{question}".encode())
         params.append(SamplingParams(**job.sampling, seed=seed))
