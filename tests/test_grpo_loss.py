@@ -642,7 +642,7 @@ def test_an_infinite_reward_is_named_with_its_function_once(watch, trainer, capl
     [name] = trainer.reward_func_names
     infinite = {f"rewards/{name}/mean": -math.inf}
     log_rows(watch, trainer, [0.1] * 4, **infinite)  # with a weight of 0
-    assert said(caplog) == []
+    assert caplog.messages == []
     log_rows(watch, trainer, [0.0] * 40, reward=-math.inf, **infinite)
     [text] = caplog.messages
     assert f"The reward function {name!r} returned inf or -inf" in text
