@@ -25,6 +25,7 @@ from trl_qurl.rollout.adapter import (
 from trl_qurl.rollout.checks.tensors import base_digests
 from trl_qurl.rollout.directory import CheckpointFolder
 from trl_qurl.rollout.engine.launch import starting_checkpoint
+from trl_qurl.rollout.errors import SyncError
 from trl_qurl.rollout.preparation import choose_adapter
 from trl_qurl.rollout.routes import AdapterRoute
 
@@ -84,6 +85,16 @@ def test_policies_without_exactly_one_lora_adapter():
     model.add_adapter("second", LoraConfig(r=2, target_modules=["v_proj"]))
     model.base_model.set_adapter(["default", "second"])
     assert "2 adapters" in adapter_obstacle(model)
+
+
+def test_a_second_adapter_that_becomes_active_is_named_at_the_next_sync():
+    model = adapted()
+    route = AdapterRoute(model, stream_of(model, SCHEMES["int8"]), is_served=False)
+    assert next(route.tensors())
+    model.add_adapter("second", LoraConfig(r=2, target_modules=["v_proj"]))
+    model.base_model.set_adapter(["default", "second"])
+    with pytest.raises(SyncError, match="no longer be sent alone: 2 adapters are active"):
+        route.tensors()
 
 
 SENDABLE = {
