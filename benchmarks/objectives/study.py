@@ -10,7 +10,6 @@ report`'s.
 import argparse
 import multiprocessing
 import os
-import socket
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -156,9 +155,6 @@ def child(
     """One run in a separate process, on one core; its output is kept only if it fails."""
     os.sched_setaffinity(0, {core})
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = str(core)
-    with socket.socket() as listener:  # two studies may run at once
-        listener.bind(("127.0.0.1", 0))
-        os.environ["MASTER_PORT"] = str(listener.getsockname()[1])
     log = place.with_suffix(".log")
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "w") as file:

@@ -135,15 +135,10 @@ def as_launched(processes: int) -> AbstractContextManager[None]:
 
     TRL sets and keeps them, and the next trainer would take them for a launcher's.
     """
-    from vllm.utils.network_utils import get_open_port
-
     if processes > 1:
         return nullcontext()
-    variables: dict[str, object] = {"rank": 0, "local_rank": 0, "world_size": 1}
-    variables["master_addr"] = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    # TRL tries 29500 first, and runs that start at the same time all find it free.
-    variables["master_port"] = os.environ.get("MASTER_PORT") or get_open_port()
-    return patch_environment(**variables)
+    variables = {"rank": 0, "local_rank": 0, "world_size": 1, "master_port": 0}
+    return patch_environment(master_addr=os.environ.get("MASTER_ADDR", "127.0.0.1"), **variables)
 
 
 def build_engine(
@@ -169,4 +164,7 @@ def build_engine(
             length=PROMPT + length,
             share=TRL_MEMORY_SHARE,
         )
+    if os.environ.get("WORLD_SIZE") == "1":
+        # One that is free as it is taken: another process may take TRL's before vLLM comes to it.
+        os.environ["MASTER_PORT"] = "0"
     return cls(**trl_kwargs | engine_kwargs, worker_extension_cls=wire.WORKER_EXTENSION)
