@@ -32,7 +32,7 @@ from benchmarks.provenance import provenance, write_record
 from benchmarks.real_model import RESULTS as REAL_RESULTS
 from trl_qurl.config import QuantizedRolloutsConfig
 from trl_qurl.lab.runs import Run, read_run
-from trl_qurl.trainers.guard import (
+from trl_qurl.trainers.checks.guard import (
     CONTRADICTED,
     ERRORS,
     ESS,
@@ -263,7 +263,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     record: dict[str, Any] = {
         "benchmark": "guard",
-        **provenance(torch.device("cpu"), "trl_qurl/trainers/guard.py"),
+        **provenance(torch.device("cpu"), "trl_qurl.trainers.checks.guard.py"),
     }
     groups = replay_all(args.runs, args.real_runs)
     record["results"] = [vars(group) for group in groups]

@@ -105,6 +105,6 @@ def shell_commands() -> list[tuple[str, list[str]]]:
 
 def extension_examples() -> dict[str, str]:
     """The Python examples of docs/architecture.md, by what they add."""
-    names = "scheme registration objective distillation config trainer transform"
+    names = "scheme registration objective distillation config trainer check transform"
     examples = [block.code for block in blocks(ROOT / "docs" / "architecture.md", "py")]
     return dict(zip(names.split(), examples, strict=True))

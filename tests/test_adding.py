@@ -5,6 +5,7 @@ test_trainers.py).
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
@@ -69,10 +70,20 @@ DISTILL = """
 import json, sys
 
 from made_up import QuantizedDistillationConfig, QuantizedDistillationTrainer
+from made_up_check import RepetitionCheck
 from scenarios.short_runs import COMMON, texts
 from tiny import tiny_model, tiny_tokenizer
 
+class CountedCheck(RepetitionCheck):
+    rollouts = 0
+
+    def on_rollout(self, samples, metrics):
+        super().on_rollout(samples, metrics)
+        self.rollouts += 1
+
+
 directory = sys.argv[1]
+check = CountedCheck()
 tiny_model(seed=1).save_pretrained(f"{directory}/teacher")
 settings = {name: value for name, value in COMMON.items() if "generation" not in name and name != "logging_steps"}
 settings |= {"smooth_activations": None, "logging_steps": 1}
@@ -82,12 +93,13 @@ trainer = QuantizedDistillationTrainer(
     QuantizedDistillationConfig(f"{directory}/run", **settings),
     train_dataset=texts(),
     processing_class=tiny_tokenizer(),
+    callbacks=[check],
 )
 trainer.train()
 trainer.create_model_card()
 generation = trainer.vllm_generation
 quantization = generation.llm.llm_engine.vllm_config.quant_config
-record = {"history": trainer.state.log_history, "format": quantization.quant_format}
+record = {"history": trainer.state.log_history, "checked": check.rollouts, "format": quantization.quant_format}
 record |= {"smoothed": len(generation.weights.smoothing.scales), "saved": str(trainer.save_quantized())}
 print("RECORD " + json.dumps(record))
 """
@@ -96,10 +108,12 @@ print("RECORD " + json.dumps(record))
 @pytest.mark.vllm
 def test_a_trainer_of_trls_that_is_not_of_groups(warm_python, tmp_path):
     (tmp_path / "made_up.py").write_text(EXAMPLES["distillation"])
+    (tmp_path / "made_up_check.py").write_text(EXAMPLES["check"])
     paths = [str(path) for path in (tmp_path, ROOT, ROOT / "tests")]
     done = completed(warm_python, "-c", DISTILL, tmp_path, PYTHONPATH=os.pathsep.join(paths))
     record = json.loads(done.stdout.split("RECORD ")[1])
     assert record["format"] == "int-quantized"
+    assert record["checked"] == 2
     first, second = [row for row in record["history"] if "loss" in row]
     for row in (first, second):  # a rollout each, and each with a sync
         assert row["time/update_s"] > 0 and row["time/generate_s"] > 0 and row["sync/sent_mb"] > 0
@@ -173,3 +187,13 @@ def test_a_transform_of_weights():
     stream.transforms.append(names["clip_outliers"])
     assert scale() == pytest.approx(4 * weight[0].std().item() / 127.5, rel=0.01)
     assert scale() < wide / 2
+
+
+def test_a_check_of_another_package(caplog):
+    names: dict = {}
+    exec(EXAMPLES["check"], names)
+    check = names["RepetitionCheck"]()
+    check.trainer = SimpleNamespace(state=SimpleNamespace(global_step=3))
+    for completions, said in (([[1], [2]], 0), ([[1], [1], [1]], 1)):
+        check.on_rollout(SimpleNamespace(completions=completions), {})
+        assert len(caplog.messages) == said

@@ -34,9 +34,9 @@ from trl_qurl.objective import OBJECTIVES
 from trl_qurl.rollout.errors import SyncError
 from trl_qurl.rollout.mismatch import mismatch_metrics, mismatch_sums
 from trl_qurl.trainers.arguments import MERGED
+from trl_qurl.trainers.checks.guard import MismatchGuard
+from trl_qurl.trainers.checks.learning import LearningWatch
 from trl_qurl.trainers.grpo import has_dropout, noise_settings
-from trl_qurl.trainers.guard import MismatchGuard
-from trl_qurl.trainers.learning import LearningWatch
 
 # One trainer, with a real engine, in one process: an engine cannot be started twice in a process.
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("trainer")]
@@ -203,7 +203,8 @@ def test_the_guard_judges_evaluations(trainer, batch):
         for behavior in (logps, logps + 1.0):
             trainer._mismatch.add(logps, behavior, learned, CAP)
             trainer._record_mismatch()
-    trainer._guard = MismatchGuard(trainer.args)
+    trainer.pop_callback(MismatchGuard)
+    trainer.add_callback(MismatchGuard(trainer.args))
     assert trainer._metrics["eval"]["mismatch/guard"] == [0, 1]
 
 
@@ -570,8 +571,8 @@ def test_after_a_sync_that_failed_the_weights_are_sent_again(trainer):
 @pytest.fixture
 def watch(trainer, monkeypatch):
     watch = LearningWatch()
-    watch.trainer = trainer
-    monkeypatch.setattr(trainer, "_learning", watch)
+    trainer.pop_callback(LearningWatch)
+    trainer.add_callback(watch)
     return watch
 
 
@@ -582,6 +583,7 @@ def said(caplog):
 def test_rollouts_without_a_signal_are_told_of_once(watch, trainer, caplog):
     for rollout in range(5):
         rollout_of(trainer)  # its reward is 0 for every answer
+        watch.on_rollout(trainer.vllm_generation.samples, trainer._latest_metrics())
         assert len(said(caplog)) == (rollout >= 2)
     watch.on_train_end()
     for text in said(caplog):
@@ -610,7 +612,7 @@ def test_the_cause_is_named(row, reason, watch, trainer, monkeypatch, caplog):
     # with it, what is cut off teaches nothing
     monkeypatch.setattr(trainer.args, "mask_truncated_completions", True)
     for _ in range(3):
-        watch.observe(row)
+        watch.on_rollout(None, row)
     [text] = said(caplog)
     assert re.search(f"3 rollouts in a row: .*{reason}", text)
 
@@ -618,7 +620,7 @@ def test_the_cause_is_named(row, reason, watch, trainer, monkeypatch, caplog):
 def log_rows(watch, trainer, norms, **row):
     """Log updates of rollouts with a signal, one a rollout."""
     for step, norm in enumerate(norms, 1):
-        watch.observe(rollout(alike=0.5) | row)
+        watch.on_rollout(None, rollout(alike=0.5) | row)
         state = TrainerState(global_step=step)
         watch.on_log(trainer.args, state, None, logs={"grad_norm": norm, "learning_rate": 1e-6})
 
@@ -651,7 +653,7 @@ def test_an_infinite_reward_is_named_with_its_function_once(watch, trainer, capl
 def test_a_run_that_learns_is_not_warned_of(watch, caplog):
     some = rollout(alike=0.97)
     for row in [rollout(), rollout(), some] * 2 + [rollout()]:
-        watch.observe(row)
+        watch.on_rollout(None, row)
     watch.on_train_end()
     assert said(caplog) == []
 
@@ -661,10 +663,10 @@ def test_a_critic_also_learns_from_rewards_that_differ_between_questions(
 ):
     monkeypatch.setattr(trainer, "_learns_within_groups", QuRLPPOTrainer._learns_within_groups)
     for _ in range(4):
-        watch.observe(rollout())
+        watch.on_rollout(None, rollout())
     assert said(caplog) == []
     for _ in range(4):
-        watch.observe(rollout(std=0.0))
+        watch.on_rollout(None, rollout(std=0.0))
     assert len(said(caplog)) == 1
 
 

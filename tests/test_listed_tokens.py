@@ -23,6 +23,7 @@ from trl_qurl.trainers.listed_tokens import (
     listed_count,
     renormalized,
 )
+from trl_qurl.trainers.scoring import mismatch_of_samples
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("trainer")]
 
@@ -232,11 +233,13 @@ def test_tokens_beyond_the_list_have_the_actors_share(trainer, monkeypatch):
     assert trainer._metrics["train"]["mismatch/ratio_mean"] == [pytest.approx(1.0, abs=0.1)]
 
 
-def test_the_guard_judges_what_is_followed(trainer, monkeypatch):
+def test_a_proof_follows_the_lists(trainer, monkeypatch):
     sample_with(trainer, monkeypatch, {"top_p": 0.9})
-    row = {name: values[-1] for name, values in trainer._metrics["train"].items() if values}
-    assert not trainer._guard.is_contradicted(row, training=True)
-    assert trainer._guard.is_contradicted(row | {"mismatch/kl_k3": 3.0}, training=True)
+    samples = trainer.vllm_generation.samples
+    followed = mismatch_of_samples(trainer, samples)
+    assert followed["mismatch/ratio_mean"] == pytest.approx(1.0, abs=0.1)
+    monkeypatch.setattr(trainer, "_listed_count", 0)
+    assert mismatch_of_samples(trainer, samples)["mismatch/ratio_mean"] < 0.95
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -299,11 +302,9 @@ def test_a_loss_of_a_subclass_follows_and_a_pass_is_warned_of(trainer, monkeypat
     assert (trainer.scored - batch["old_per_token_logps"])[learned].abs().max() > 0.1
     monkeypatch.setattr(trainer, "__class__", OwnPass)
     with pytest.warns(UserWarning, match="top_p=0.9: .*because OwnPass computes them itself"):
-        trainer._before_start()
-    assert trainer._listed_count == 0
+        assert trainer._count_listed() == 0
     monkeypatch.setattr(trainer, "__class__", QuRLGRPOTrainer)
-    trainer._before_start()
-    assert trainer._listed_count == MOST_LISTED
+    assert trainer._count_listed() == MOST_LISTED
 
 
 def test_adapters_are_followed_and_a_pass_around_the_head_is_not_silent(trainer, monkeypatch):

@@ -12,7 +12,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from trl_qurl.cli.noise import quiet
     from trl_qurl.config import QuRLGRPOConfig, QuRLPPOConfig, QuRLRLOOConfig
-    from trl_qurl.trainers.callbacks import UpdateAwareQuantizationCallback
+    from trl_qurl.trainers.callbacks import RolloutCallback, UpdateAwareQuantizationCallback
     from trl_qurl.trainers.grpo import QuRLGRPOTrainer
     from trl_qurl.trainers.ppo import QuRLPPOTrainer
     from trl_qurl.trainers.rloo import QuRLRLOOTrainer
@@ -24,6 +24,7 @@ _LAZY_IMPORTS = {
     "QuRLPPOTrainer": "trl_qurl.trainers.ppo",
     "QuRLRLOOConfig": "trl_qurl.config",
     "QuRLRLOOTrainer": "trl_qurl.trainers.rloo",
+    "RolloutCallback": "trl_qurl.trainers.callbacks",
     "UpdateAwareQuantizationCallback": "trl_qurl.trainers.callbacks",
     "quiet": "trl_qurl.cli.noise",
 }
@@ -35,6 +36,7 @@ __all__ = [
     "QuRLPPOTrainer",
     "QuRLRLOOConfig",
     "QuRLRLOOTrainer",
+    "RolloutCallback",
     "UpdateAwareQuantizationCallback",
     "__version__",
     "quiet",

@@ -13,7 +13,7 @@ from child import print_record
 from short_runs import run, texts
 from tiny import tiny_model
 
-from trl_qurl.trainers.guard import MismatchGuard
+from trl_qurl.trainers.checks.guard import MismatchGuard
 
 SETTINGS = {
     "per_device_train_batch_size": 32,
@@ -48,7 +48,7 @@ def policy(seed: int, certainty: float) -> torch.nn.Module:
 
 def main(out: Path) -> None:
     warnings = Warnings()
-    logging.getLogger("trl_qurl.trainers.guard").addHandler(warnings)
+    logging.getLogger("trl_qurl.trainers.checks.guard").addHandler(warnings)
     model, other = policy(0, 3.0), policy(1, 6.0).state_dict()
     trainer = run(out, sys.argv[2], model=model, given={"eval_dataset": texts(32)}, **SETTINGS)
     trainer.args.sync_check_interval = 0  # the guard warns, and no proof raises
@@ -59,8 +59,10 @@ def main(out: Path) -> None:
     def observe(name: str, is_new: bool = False) -> None:
         """Evaluate once, as a new run does if it `is_new`."""
         if is_new:
-            trainer._guard = MismatchGuard(trainer.args)
-        trainer._guard._quiet = len(record) + 100  # a new alarm is a new warning
+            trainer.pop_callback(MismatchGuard)
+            trainer.add_callback(MismatchGuard(trainer.args))
+        [guard] = (each for each in trainer._callbacks if isinstance(each, MismatchGuard))
+        guard._quiet = len(record) + 100  # a new alarm is a new warning
         warnings.texts.clear()
         generation.sync_weights()
         metrics = trainer.evaluate()

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 from tiny import tiny_classifier
 
-from trl_qurl.trainers.callbacks import TrainerAwareCallback
+from trl_qurl.trainers.callbacks import RolloutCallback
 
 CACHE = 2**28
 """Bytes that an engine takes for keys and values, which shows if one is left."""
@@ -63,7 +63,7 @@ def rollout_that_fails(trainer):
 
 def build(name, directory):
     kind, changes = RUNS[name]
-    given = {"callbacks": [TrainerAwareCallback()], "train_dataset": short_runs.texts(32)}
+    given = {"callbacks": [RolloutCallback()], "train_dataset": short_runs.texts(32)}
     if kind == "PPO":
         given["value_model"] = tiny_classifier()
     return short_runs.build(directory, kind, None, reward, given, **SETTINGS | changes)

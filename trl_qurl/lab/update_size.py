@@ -16,7 +16,7 @@ import torch
 
 from trl_qurl.quantization.checkpoint_form import NamedTensors
 from trl_qurl.quantization.scheme import QuantizationScheme
-from trl_qurl.trainers.callbacks import TrainerAwareCallback
+from trl_qurl.trainers.callbacks import RolloutCallback
 
 UPDATE = "weights/update"
 ROUNDING = "weights/rounding"
@@ -28,7 +28,7 @@ ROWS = 16
 """Rows of each weight that are measured; of formats with larger blocks, the rows of one."""
 
 
-class UpdateSizeCallback(TrainerAwareCallback):
+class UpdateSizeCallback(RolloutCallback):
     """Callback that measures both, by kind of layer ("q_proj"), while weights stream to an engine.
 
     Pass it in `callbacks=[...]`. Norms run over `ROWS` evenly spaced rows of all weights of a kind.

@@ -17,7 +17,7 @@ asks for the next tensor. The path of a weight:
    `rollout/repairs/`. One of these makes an error of layers that the reload left incomplete.
 9. Back here, `verify`: no NaN, equal digests, the new version.
 
-What the engine computes with the weights shows in the next rollout (`trainers/guard.py`).
+What the engine computes with the weights shows in the next rollout (`trainers/checks/guard.py`).
 """
 
 import uuid

@@ -1,5 +1,6 @@
 """Trainer callbacks."""
 
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from transformers import (
 )
 
 from trl_qurl.quantization.uaq import recorded_scale, scale_model_
+from trl_qurl.rollout.backend import Samples
 from trl_qurl.rollout.recovery import raise_everywhere
 from trl_qurl.trainers.run_log import RUN_LOG, append_row, begin_log, end_log
 
@@ -46,17 +48,35 @@ class UpdateAwareQuantizationCallback(TrainerCallback):
             )
 
 
-class TrainerAwareCallback(TrainerCallback):
-    """Base class for callbacks that need their trainer, which transformers does not pass to them.
+class RolloutCallback(TrainerCallback):
+    """Base class for callbacks that need their trainer, or an event that transformers lacks.
 
-    trl-qurl's trainers set `trainer` when they take a callback in `callbacks=[...]` or
-    `add_callback`.
+    trl-qurl's trainers set `trainer` for a callback in `callbacks=[...]` or `add_callback`, and
+    call these methods in all processes. An error ends the run.
     """
 
     trainer: Any  # a weak proxy, so deleting a trainer frees its engine
 
+    def on_arguments(self, args: TrainingArguments, arguments: dict[str, Any]) -> None:
+        """Read the config and the constructor's arguments, by TRL's names; nothing is loaded."""
 
-class SavingBetweenSteps(TrainerAwareCallback):
+    def on_models(self) -> None:
+        """Read the model, the tokenizer and the data, which TRL has loaded; there is no engine."""
+
+    def on_engine(self) -> None:
+        """Read what the engine has said of itself (`trainer.vllm_generation`)."""
+
+    def on_scored(self, metrics: Mapping[str, float]) -> None:
+        """Read how far a rollout is from the policy (`mismatch/*`), before the policy changes."""
+
+    def on_rollout(self, samples: Samples, metrics: Mapping[str, float]) -> None:
+        """Read a rollout, of training or of an evaluation, before anything is learned from it.
+
+        `samples` are those of this process; `metrics` are the latest so far, such as rewards.
+        """
+
+
+class SavingBetweenSteps(RolloutCallback):
     """Callback that moves a checkpoint that is saved inside a step to the step's end.
 
     `enable_jit_checkpoint` saves before the optimizer's step, but a rollout's micro-batches count

@@ -201,6 +201,20 @@ def renormalized(trainer: Any, model: Any, listed: ListedTokens | None) -> Itera
         )
 
 
+def over_lists(logps: torch.Tensor, logits: torch.Tensor, listed: ListedTokens) -> torch.Tensor:
+    """Return log-probabilities over the listed tokens where there are any, (B, T), in nats.
+
+    Args:
+        logps: Over the whole vocabulary, (B, T).
+        logits: Over the temperature, (B, T, vocabulary).
+        listed: Of these tokens.
+    """
+    ids = listed.listed_ids
+    chosen = logits.gather(-1, ids.clamp(min=0).long()).masked_fill(ids < 0, -torch.inf)
+    over_list = chosen[..., 0] - chosen.logsumexp(-1) + listed.listed_log_mass
+    return torch.where(ids[..., 0] >= 0, over_list, logps)
+
+
 def listed_logps(
     states: torch.Tensor, head: Any, ids: torch.Tensor, temperature: float, in_float32: bool
 ) -> torch.Tensor:

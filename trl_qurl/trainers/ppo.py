@@ -20,6 +20,7 @@ from trl_qurl.advantages import (
     whiten,
 )
 from trl_qurl.config import QuRLPPOConfig
+from trl_qurl.trainers.callbacks import RolloutCallback
 from trl_qurl.trainers.critic import (
     CRITIC_DIRECTORY,
     Critic,
@@ -70,19 +71,8 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
         self.critic = Critic(self._value_model, self.args, self.accelerator)
         self.add_callback(CriticWarmupCallback())
 
-    def _before_engine(self, args: QuRLPPOConfig, arguments: dict[str, Any]) -> None:
-        super()._before_engine(args, arguments)
-        self._value_model = load_critic_model(
-            args,
-            arguments["model"],
-            self._value_model,
-            arguments.get("processing_class"),
-            self._value_peft_config,
-        )
-
-    def _before_start(self) -> None:
-        super()._before_start()
-        check_critic_vocabulary(self._value_model, self.model, self._tokenizer)
+    def _checks(self, args: QuRLPPOConfig) -> list[RolloutCallback]:
+        return [*super()._checks(args), CriticLoader()]
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Batch:
         batch = super()._generate_and_score_completions(inputs)
@@ -232,6 +222,26 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
         directory = Path(output_dir or self.args.output_dir)
         self.critic.save_pretrained(directory / CRITIC_DIRECTORY, self._tokenizer)
         super().save_model(output_dir, _internal_call)
+
+
+class CriticLoader(RolloutCallback):
+    """Callback that loads the critic before the policy, because a fault of it is found sooner."""
+
+    def on_arguments(self, args: QuRLPPOConfig, arguments: dict[str, Any]) -> None:
+        """Load the critic's initial model."""
+        trainer = self.trainer
+        trainer._value_model = load_critic_model(
+            args,
+            arguments["model"],
+            trainer._value_model,
+            arguments.get("processing_class"),
+            trainer._value_peft_config,
+        )
+
+    def on_models(self) -> None:
+        """Compare the critic's vocabulary with the policy's."""
+        trainer = self.trainer
+        check_critic_vocabulary(trainer._value_model, trainer.model, trainer._tokenizer)
 
 
 class CriticWarmupCallback(TrainerCallback):

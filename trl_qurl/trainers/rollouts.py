@@ -8,8 +8,8 @@ One step, and which method holds each part of it:
 - Rewards: TRL's `_calculate_rewards`.
 - Log-probabilities of the policy: `_get_per_token_logps_and_entropies`, in a pass in advance, or
   inside the loss (`_scores_in_update`).
-- Judged: `_record_mismatch` (`engine.py`, `guard.py`), before the rollout is learned from; without
-  a pass in advance, at its last micro-batch, before the optimizer's step.
+- Judged: `_record_mismatch` (`checks/guard.py`), before the rollout is learned from; without a pass
+  in advance, at its last micro-batch, before the optimizer's step.
 - Learned from: `_compute_loss`.
 - Kept for a resume: `_rollout_state`.
 """
@@ -29,14 +29,14 @@ from trl.trainer.utils import RepeatSampler
 from trl_qurl.objective import OBJECTIVES, TRL_LOSS, Objective, surrogate_terms
 from trl_qurl.rollout.backend import Tokens
 from trl_qurl.rollout.mismatch import MismatchTally
-from trl_qurl.rollout.prompts import check_room
 from trl_qurl.rollout.repairs.image_prompts import plain_prompts
 from trl_qurl.trainers import listed_tokens
-from trl_qurl.trainers.arguments import check_arguments
+from trl_qurl.trainers.callbacks import RolloutCallback
+from trl_qurl.trainers.checks.prompts import DataCheck
+from trl_qurl.trainers.checks.reference import ReferenceCheck
 from trl_qurl.trainers.dynamic_sampling import named_rewards
 from trl_qurl.trainers.engine import QuantizedEngineMixin
-from trl_qurl.trainers.prompts import LongestPrompt, measure_prompts
-from trl_qurl.trainers.reference import load_reference, save_reference, warn_of_another_reference
+from trl_qurl.trainers.reference import load_reference, save_reference
 from trl_qurl.trainers.resuming import read_whole
 from trl_qurl.trainers.saving import load_rollout_state, save_rollout_state, skip_epochs
 from trl_qurl.trainers.scoring import Batch, PolicyPass, cap_of, learned_tokens, loss_metrics
@@ -58,7 +58,6 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
     _train_sampler: RepeatSampler | None = None
     _buffered_inputs: Any  # TRL's batches of the current rollout
     _pass: PolicyPass | None = None  # inside `_watch_pass`
-    _longest_prompt: LongestPrompt
 
     def __init__(
         self,
@@ -69,29 +68,15 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
         **kwargs: Any,
     ) -> None:
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
-        self._check_room(self.vllm_generation.context)
-        if self.ref_model is not None:
-            warn_of_another_reference(self.model, self.ref_model, self.accelerator)
+        self._mismatch = MismatchTally(self.accelerator)
 
-    def _before_engine(self, args: Any, arguments: dict[str, Any]) -> None:
-        super()._before_engine(args, arguments)
-        check_arguments(args, arguments)
+    def _checks(self, args: Any) -> list[RolloutCallback]:
+        return [*super()._checks(args), DataCheck(), ReferenceCheck()]
 
-    def _before_start(self) -> None:
-        super()._before_start()
+    def _count_listed(self) -> int:
         scores = type(self)._get_per_token_logps_and_entropies
         is_ours = scores is GroupRolloutsMixin._get_per_token_logps_and_entropies
-        self._listed_count = listed_tokens.listed_count(self, is_ours)
-        self._longest_prompt = measure_prompts(self)
-        if self.args.vllm_mode == "colocate" and self.args.vllm_max_model_length:
-            self._check_room(self.args.vllm_max_model_length)
-
-    def _check_room(self, context: int) -> None:
-        """Raise `ValueError` if a prompt of the datasets fills a context of this many tokens."""
-        longest = self._longest_prompt
-        if longest.tokens > 0:  # else no prompt is known yet
-            name = f"The prompt {longest.name}"
-            check_room(longest.tokens, context, self.max_completion_length or 1, name)
+        return listed_tokens.listed_count(self, is_ours)
 
     @property
     def _objective(self) -> Objective | None:
@@ -141,9 +126,6 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
         if "old_per_token_logps" in batch and "sampling_per_token_logps" in batch:
             self._tally(batch, batch["old_per_token_logps"])
             self._record_mismatch()
-        if self._mode == "train":
-            metrics = self._metrics["train"]
-            self._learning.observe({name: values[-1] for name, values in metrics.items() if values})
         return batch
 
     def _listings(self) -> list[listed_tokens.Listing]:
@@ -301,6 +283,12 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
             lifting = (cap_of(self.args), 1 + self.epsilon_high)
         sum_up = self._sum_over_processes
         self._record(loss_metrics(policy_logps, proximal_logps, inputs, sum_up, lifting))
+
+    def _record_mismatch(self) -> None:
+        """Log the mismatch of the rollout just scored, and judge it. A collective operation."""
+        metrics = self._mismatch.pop()
+        self._record(metrics)
+        self._tell("on_scored", metrics)
 
     def _tally(self, batch: Batch, proximal_logps: torch.Tensor) -> None:
         behavior_logps = batch["sampling_per_token_logps"]

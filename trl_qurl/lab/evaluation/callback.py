@@ -15,7 +15,7 @@ from accelerate.utils import gather_object
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
 from trl_qurl.lab.evaluation.tasks import Task, are_correct, encode_prompt, load_tasks
-from trl_qurl.trainers.callbacks import TrainerAwareCallback
+from trl_qurl.trainers.callbacks import RolloutCallback
 
 if TYPE_CHECKING:
     from trl_qurl.rollout.backend import QuantizedVLLMGeneration
@@ -25,7 +25,7 @@ ENDS = ("stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos")
 """Names in `generation_kwargs` that decide where a completion ends."""
 
 
-class TaskEvaluationCallback(TrainerAwareCallback):
+class TaskEvaluationCallback(RolloutCallback):
     """Callback that runs benchmarks before the first optimizer step and every N steps.
 
     Pass it in `callbacks=[...]`. The actor answers: the quantized copy of the policy in the engine.
@@ -142,6 +142,4 @@ def complete_greedily(
         completions = generation.generate(prompts=prompts, images=None, num_generations=1)[1]
     finally:
         own.update(previous)
-        # Otherwise the next rollout's row would include these seconds and tokens.
-        generation.cost.take()
     return [list(completion) for completion in completions]

@@ -2,7 +2,7 @@
 
 The worst bugs in this field are silent: an engine that samples from stale or half-loaded weights.
 For files and servers, digests compare each tensor as it left the trainer with the tensor that
-arrived. What happens afterward shows in the next rollout (`trainers/guard.py`).
+arrived. What happens afterward shows in the next rollout (`trainers/checks/guard.py`).
 """
 
 import functools

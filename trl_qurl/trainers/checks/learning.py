@@ -14,7 +14,8 @@ from accelerate.logging import get_logger
 from transformers import PreTrainedModel, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
-from trl_qurl.trainers.callbacks import TrainerAwareCallback
+from trl_qurl.rollout.backend import Samples
+from trl_qurl.trainers.callbacks import RolloutCallback
 
 logger = get_logger(__name__)  # of the main process
 
@@ -31,7 +32,7 @@ NO_GRADIENT = (
 )
 
 
-class LearningWatch(TrainerAwareCallback):
+class LearningWatch(RolloutCallback):
     """Callback that watches the optimizer's parameters, changes of weights, and rewards."""
 
     def __init__(self) -> None:
@@ -95,8 +96,10 @@ class LearningWatch(TrainerAwareCallback):
         if len(without_effect) >= PATIENCE:
             self._say_once("weights", unchanged_text(self.trainer.model, unchanged, norm, rate))
 
-    def observe(self, metrics: Mapping[str, float]) -> None:
-        """Judge a training rollout by its metrics; warn if the last ones taught nothing."""
+    def on_rollout(self, samples: Samples, metrics: Mapping[str, float]) -> None:
+        """Judge a training rollout by its rewards; warn if the last ones taught nothing."""
+        if not self.trainer.model.training or "reward" not in metrics:
+            return
         for name in self.trainer.reward_func_names:
             is_infinite = math.isinf(metrics.get(f"rewards/{name}/mean", 0.0))
             if is_infinite and not math.isfinite(metrics["reward"]):  # its weight is not 0
@@ -121,19 +124,6 @@ class LearningWatch(TrainerAwareCallback):
         if kind not in self._said:
             self._said.add(kind)
             logger.warning(text)
-
-
-def check_trainable(model: PreTrainedModel, name: str) -> None:
-    """Raise `ValueError`, with the name, if training would change no tensor of a model."""
-    if any(parameter.requires_grad for parameter in model.parameters()):
-        return
-    way = "call model.requires_grad_(True) (PEFT leaves a model frozen after merge_and_unload)"
-    if any(hasattr(module, "base_layer") for module in model.modules()):  # of an adapter
-        way = (
-            "load the adapter with PeftModel.from_pretrained(..., is_trainable=True), or set "
-            "inference_mode=False"
-        )
-    raise ValueError(f"{name} has no trainable parameter, so no update would change it: {way}.")
 
 
 def check_optimizer(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:

@@ -11,9 +11,11 @@ from typing import Any
 
 from accelerate.logging import get_logger
 from datasets import Dataset
-from transformers import PreTrainedTokenizerBase, Trainer
+from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments
 
-from trl_qurl.rollout.prompts import check_tokens
+from trl_qurl.rollout.prompts import check_room, check_tokens
+from trl_qurl.trainers.arguments import check_arguments
+from trl_qurl.trainers.callbacks import RolloutCallback
 
 logger = get_logger(__name__)  # of the main process
 
@@ -29,6 +31,31 @@ class LongestPrompt:
 
     name: str = "no prompt"  # such as `train_dataset[15]`
     tokens: int = 0
+
+
+class DataCheck(RolloutCallback):
+    """Callback that raises for data and reward functions that training cannot use."""
+
+    def on_arguments(self, args: TrainingArguments, arguments: dict[str, Any]) -> None:
+        """Raise for columns that are missing, or that a reward function does not accept."""
+        check_arguments(args, arguments)
+
+    def on_models(self) -> None:
+        """Measure the prompts; raise for one that a colocated engine has no room for."""
+        self._longest = measure_prompts(self.trainer)
+        args = self.trainer.args
+        if args.vllm_mode == "colocate" and args.vllm_max_model_length:
+            self._check_room(args.vllm_max_model_length)
+
+    def on_engine(self) -> None:
+        """Raise for a prompt that the engine has no room for."""
+        self._check_room(self.trainer.vllm_generation.context)
+
+    def _check_room(self, context: int) -> None:
+        longest = self._longest
+        if longest.tokens > 0:  # else no prompt is known yet
+            name = f"The prompt {longest.name}"
+            check_room(longest.tokens, context, self.trainer.max_completion_length or 1, name)
 
 
 def measure_prompts(trainer: Trainer) -> LongestPrompt:
