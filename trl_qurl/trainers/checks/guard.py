@@ -133,6 +133,9 @@ class MismatchGuard(RolloutCallback):
         self._limit = args.mismatch_guard_kl
         self._usual = usual_kl(args)
         self._is_sharpened = args.temperature < 1
+        # Whether only samples of the engine are judged: a trainer scores no rollouts, or those of a
+        # `rollout_func`, which may put several turns together.
+        self._judges_samples = False
         # Whether tokens show nothing, because the two distributions differ on purpose.
         self._is_blind = bool(biasing_settings(args) or cutting_settings(args))
         self._drift_limits = dict(DRIFT)
@@ -143,9 +146,12 @@ class MismatchGuard(RolloutCallback):
         self._quiet = WINDOW  # training rollouts since the latest finding
 
     def on_engine(self) -> None:
-        """Judge tokens of a cut distribution where the policy's scores follow the cut."""
-        if self.trainer._listed_count:
-            self._is_blind = bool(biasing_settings(self.trainer.args))
+        """Note what the trainer scores; it may follow a distribution that is cut."""
+        trainer = self.trainer
+        composes = vars(trainer).get("rollout_func") is not None
+        self._judges_samples = composes or not trainer._scores_rollouts
+        if trainer._listed_count:
+            self._is_blind = bool(biasing_settings(trainer.args))
 
     def on_rollout(self, samples: Samples, metrics: Mapping[str, float]) -> None:
         """Raise `SyncError` if a proof is due, and the engine computes another function."""
@@ -166,12 +172,17 @@ class MismatchGuard(RolloutCallback):
                 "check off."
             )
         sync.needs_proof = False
-        if not trainer._scores_rollouts:  # nothing else is measured
-            trainer._record(scored)
-            self.on_scored(scored)
+        if self._judges_samples:
+            if not trainer._scores_rollouts:
+                trainer._record(scored)
+            self._judge_and_log(scored)
 
     def on_scored(self, metrics: Mapping[str, float]) -> None:
-        """Judge a rollout, warn if that raises the alarm, and log the guard's own metric."""
+        """Judge a rollout, unless tokens were not sampled where they are scored."""
+        if not self._judges_samples:
+            self._judge_and_log(metrics)
+
+    def _judge_and_log(self, metrics: Mapping[str, float]) -> None:
         trainer = self.trainer
         is_training = trainer.model.training
         if trainer.args.sync_check_interval and KL in metrics:
