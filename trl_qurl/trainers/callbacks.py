@@ -145,9 +145,9 @@ class RunLogCallback(TrainerCallback):
             if state.is_world_process_zero:
                 begin_log(path, settings, state.log_history)
 
-        raise_everywhere(begin)
         if state.is_world_process_zero:
             self._path = path
+        raise_everywhere(begin)
 
     def on_log(
         self,
