@@ -7,12 +7,8 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from trl_qurl.trainers.dynamic_sampling import (
-    DynamicSampler,
-    FilledBatch,
-    PromptStream,
-    weighted_sum,
-)
+from trl_qurl.advantages import weighted_sum
+from trl_qurl.trainers.dynamic_sampling import DynamicSampler, FilledBatch, PromptStream
 
 ROWS = [{"prompt": f"question {number}", "number": number} for number in range(60)]
 
@@ -75,8 +71,9 @@ class MadeUpPolicy:
             # equal within a group.
             rewards.append([float(self.useful(row) and text.endswith("0")), row["number"]])
         self._pending_extra_logs["seen"] = [f"saw {text}" for text in completions]
-        self._pending_extra_logs["of another length"] = [0]
         return self.accelerator.gather(torch.tensor(rewards))
 
     def fill(self, rows: list[dict[str, Any]]) -> FilledBatch:
-        return self.sampler.fill(rows, self)
+        filled = self.sampler.fill(rows, self)
+        assert not self._pending_extra_logs, "columns of completions that are not in the batch"
+        return filled

@@ -96,7 +96,6 @@ trainer = QuantizedDistillationTrainer(
     callbacks=[check],
 )
 trainer.train()
-trainer.create_model_card()
 generation = trainer.vllm_generation
 quantization = generation.llm.llm_engine.vllm_config.quant_config
 record = {"history": trainer.state.log_history, "checked": check.rollouts, "format": quantization.quant_format}
@@ -122,7 +121,6 @@ def test_a_trainer_of_trls_that_is_not_of_groups(warm_python, tmp_path):
     assert 0 <= first["mismatch/kl_k3"] < 1e-3 and first["mismatch/tokens"] > 0
     assert record["smoothed"] > 0, "smoothing learned from the loss of the first rollout"
     assert (Path(record["saved"]) / "model.safetensors").exists()
-    assert "The algorithm is Distillation." in (tmp_path / "run" / "README.md").read_text()
 
 
 @pytest.fixture

@@ -16,16 +16,12 @@ from support.building import build, reward, settings_of
 from support.training import metrics_by_step
 
 from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
+from trl_qurl.advantages import weighted_sum
 from trl_qurl.trainers.arguments import check_arguments
-from trl_qurl.trainers.dynamic_sampling import (
-    PromptStream,
-    TriedRows,
-    informative,
-    row_digest,
-    weighted_sum,
-)
+from trl_qurl.trainers.dynamic_sampling import PromptStream, informative, row_digest
 
 NAN = math.nan
+COLUMNS = ROWS[0].keys()
 GROUP_SIZE = 3
 
 
@@ -58,7 +54,7 @@ def test_useless_groups_give_way_and_useful_ones_stay_where_they_are(accelerator
     for place, sample in enumerate(filled.samples):
         text = f"question {sample.row['number']}, answer {place % GROUP_SIZE}"
         assert sample.completion == text and bytes(sample.completion_ids).decode() == text
-        assert sample.extras == {"seen": f"saw {text}"} and len(sample.logps) == len(text)
+        assert len(sample.logps) == len(text)
         expected = [float(place % GROUP_SIZE == 0), sample.row["number"]]
         assert filled.rewards[place].tolist() == expected
     prompt_ids, completion_ids, tool_mask, completions, logps, extra, images, tool_images = (
@@ -130,7 +126,7 @@ def test_a_data_set_that_runs_out_ends_the_rounds(accelerator):
 
 def test_a_prompt_that_was_made_but_not_needed_comes_again(accelerator):
     policy, filled = fill(accelerator, batch_of(0, 1, 3, 4, 5))
-    order = [row["number"] for row, _ in PromptStream(ROWS, seed=0).draw(60, tried_rows([]))]
+    order = [row["number"] for row, _ in PromptStream(ROWS, seed=0).draw(60, COLUMNS, set())]
     drawn = policy.sampler.prompts.drawn
     assert order[drawn - 1] in group_numbers(filled), (
         "the next batch does not go on after the last one needed"
@@ -188,13 +184,9 @@ def test_the_weighted_sum_is_trls():
     )
 
 
-def tried_rows(rows):
-    return TriedRows(ROWS[0].keys(), map(row_digest, rows))
-
-
 def test_a_stream_goes_on_where_it_was_left():
     def draw_twice(stream):
-        return [[row["number"] for row, _ in stream.draw(45, tried_rows([]))] for _ in range(2)]
+        return [[row["number"] for row, _ in stream.draw(45, COLUMNS, set())] for _ in range(2)]
 
     first, second = draw_twice(PromptStream(ROWS, seed=7))
     assert draw_twice(PromptStream(ROWS, seed=7, drawn=45))[0] == second
@@ -204,10 +196,10 @@ def test_a_stream_goes_on_where_it_was_left():
 
 
 def test_a_stream_leaves_out_what_was_tried():
-    tried = tried_rows(row for row in ROWS if row["number"] >= 5)
+    tried = {row_digest(row) for row in ROWS if row["number"] >= 5}
     stream = PromptStream(ROWS, seed=0)
-    assert sorted(row["number"] for row, _ in stream.draw(10, tried)) == [0, 1, 2, 3, 4]
-    assert stream.draw(1, tried) == [], "what was drawn counts as tried"
+    assert sorted(row["number"] for row, _ in stream.draw(10, COLUMNS, tried)) == [0, 1, 2, 3, 4]
+    assert stream.draw(1, COLUMNS, tried) == [], "what was drawn counts as tried"
 
 
 def test_rows_that_share_a_prompt_are_other_questions(accelerator):
@@ -220,16 +212,14 @@ def test_rows_that_share_a_prompt_are_other_questions(accelerator):
     filled = policy.fill(batch)
     assert filled.metrics["dynamic_sampling/filled_share"] == 1
     assert all(number % 3 == 0 for number in group_numbers(filled))
-    tried = tried_rows([levels[1], levels[3]])
-    left = [row["number"] for row, _ in PromptStream(levels, seed=0).draw(99, tried)]
-    assert sorted(left) == [0, 2, 3, 3, *range(4, 12)], (
-        "a row of the batch stands for one of those that are equal"
-    )
+    tried = {row_digest(levels[1]), row_digest(levels[3])}
+    left = [row["number"] for row, _ in PromptStream(levels, seed=0).draw(99, COLUMNS, tried)]
+    assert sorted(left) == [0, 2, *range(4, 12)], "rows that are equal are one question"
 
 
 def test_columns_that_trl_removes_tell_no_rows_apart():
-    tried = TriedRows({"prompt"}, [row_digest({"prompt": row["prompt"]}) for row in ROWS[5:]])
-    drawn = PromptStream(ROWS, seed=0).draw(10, tried)
+    tried = {row_digest({"prompt": row["prompt"]}) for row in ROWS[5:]}
+    drawn = PromptStream(ROWS, seed=0).draw(10, {"prompt"}, tried)
     assert sorted(row["prompt"] for row, _ in drawn) == [
         f"question {number}" for number in range(5)
     ]

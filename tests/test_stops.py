@@ -7,24 +7,13 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file
-from support.disks import mounted
 from tiny import FAMILIES, MIXTURES, tiny_classifier, tiny_mixture, tiny_model
 from tiny_vision import tiny_vision_model
-from transformers import TrainerState, TrainingArguments
+from transformers import TrainerState
 
-from trl_qurl.trainers.checkpoints import CheckpointsMixin
+from trl_qurl.trainers.checks.resuming import check_loaded, complete_checkpoint
 from trl_qurl.trainers.critic import STATE_DIRECTORY, Critic
-from trl_qurl.trainers.resuming import (
-    check_complete,
-    check_loaded,
-    check_split_weights,
-    is_complete,
-    last_complete_checkpoint,
-    load_policy,
-    read_whole,
-    written_whole,
-)
+from trl_qurl.trainers.resuming import load_policy
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +31,7 @@ engines = [
 ]
 
 
-@pytest.mark.parametrize(
-    "case", ["own_adapter", "two_adapters", "experts", "moving_reference", "preempted"]
-)
+@pytest.mark.parametrize("case", ["own_adapter", "two_adapters", "experts", "moving_reference"])
 @pytest.mark.usefixtures("stops")
 class TestResumedRuns:
     pytestmark = engines
@@ -61,15 +48,12 @@ class TestOtherStops:
         assert stops["two_adapters"]["adapters"] == ["default"]
         assert stops["own_adapter"]["adapters"] == ["default", "ref"]
 
-    def test_a_checkpoint_inside_a_step_waits_for_its_end(self, stops):
-        assert stops["preempted"]["checkpoints"] == ["checkpoint-3"]
-
     def test_the_best_checkpoint_brings_its_critic(self, stops):
         assert stops["best"] == {"checkpoint-1": [True, True], "checkpoint-3": [False, False]}
 
     def test_a_critic_resumes_without_its_optimizer(self, stops):
-        assert stops["preempted"]["critic_without_optimizer"]
-        [said] = stops["preempted"]["said"]
+        assert stops["only_models"]["critic_is_loaded"]
+        [said] = stops["only_models"]["said"]
         assert "optimizer.pt" in said and "checkpoint-2" in said
 
     def test_training_again_begins_with_a_new_rollout(self, stops):
@@ -175,84 +159,21 @@ def test_a_resume_takes_the_last_complete_checkpoint_and_names_the_others(tmp_pa
     PartialState()  # for the logger
     for step in (2, 4, 10):
         complete(tmp_path / f"checkpoint-{step}")
+    assert complete_checkpoint(True, tmp_path).name == "checkpoint-10"
+    assert not caplog.text
     (tmp_path / "checkpoint-10" / "trainer_state.json").write_text('{"epo')  # cut short
     (tmp_path / "checkpoint-12").mkdir()
-    assert last_complete_checkpoint(tmp_path).name == "checkpoint-4"
-    assert (
-        "checkpoint-10" in caplog.text
-        and "checkpoint-12" in caplog.text
-        and "checkpoint-2" not in caplog.text
-    )
-    with pytest.raises(FileNotFoundError, match="checkpoint-10"):
-        check_complete(tmp_path / "checkpoint-10")
-    with pytest.raises(FileNotFoundError, match="checkpoint-3"):
-        check_complete(tmp_path / "checkpoint-3")
-    assert check_complete(tmp_path / "checkpoint-2") == tmp_path / "checkpoint-2"
-
-
-def test_fsdp_does_not_resume_from_a_model_alone(tmp_path):
-    class UnderFSDP(CheckpointsMixin):
-        is_fsdp_enabled = True
-        args = TrainingArguments(str(tmp_path))
-
-    for step in (1, 2):
-        complete(tmp_path / f"checkpoint-{step}")
-    (tmp_path / "checkpoint-1" / "pytorch_model_fsdp_0").mkdir()
-    for given in (True, tmp_path / "checkpoint-2"):
-        with pytest.raises(FileNotFoundError, match="checkpoint-2 has no .* save_only_model=True"):
-            UnderFSDP().train(given)
-    check_split_weights(tmp_path / "checkpoint-1")
+    complete(tmp_path / "checkpoint-copy")
+    assert complete_checkpoint(True, tmp_path).name == "checkpoint-4"
+    assert "checkpoint-10, checkpoint-12." in caplog.text and "checkpoint-2" not in caplog.text
+    for name in ("checkpoint-10", "checkpoint-3"):
+        with pytest.raises(FileNotFoundError, match=name):
+            complete_checkpoint(tmp_path / name, tmp_path)
+    assert complete_checkpoint(tmp_path / "checkpoint-2", "") == tmp_path / "checkpoint-2"
+    assert complete_checkpoint(None, tmp_path) is complete_checkpoint(False, tmp_path) is None
 
 
 def test_without_a_complete_checkpoint_the_directory_is_named(tmp_path):
     (tmp_path / "checkpoint-1").mkdir()
     with pytest.raises(ValueError, match="checkpoint-1"):  # transformers' error
-        last_complete_checkpoint(tmp_path)
-
-
-def test_a_full_disk_leaves_no_checkpoint(tmp_path):
-    with mounted(tmp_path / "disk", "size=64k") as disk:
-        complete(disk / "checkpoint-2")
-        full = disk / "checkpoint-4"
-        with pytest.raises(OSError, match="output_dir"), written_whole(full, is_owner=True):
-            full.mkdir()
-            torch.save({"batches": torch.zeros(100_000)}, full / "rollout_state_0.pt")
-        assert not full.exists() and is_complete(disk / "checkpoint-2")
-
-
-def test_a_failed_upload_leaves_a_complete_checkpoint(tmp_path):
-    checkpoint = tmp_path / "checkpoint-2"
-    with pytest.raises(ConnectionError, match="the Hub"), written_whole(checkpoint, is_owner=True):
-        complete(checkpoint)
-        raise ConnectionError("the Hub does not answer")
-    assert is_complete(checkpoint)
-
-
-def test_a_checkpoint_that_is_written_again_is_incomplete_until_its_end(tmp_path):
-    checkpoint = tmp_path / "checkpoint-2"
-    complete(checkpoint)
-    with written_whole(checkpoint, is_owner=True):
-        assert not is_complete(checkpoint)
-
-
-def test_a_damaged_file_is_named_by_its_checkpoint(tmp_path):
-    tiny_model().save_pretrained(tmp_path)
-    torch.save({"a": torch.zeros(1000)}, tmp_path / "optimizer.pt")
-    for name in ("model.safetensors", "optimizer.pt"):
-        path = tmp_path / name
-        path.write_bytes(path.read_bytes()[:1000])
-    readers = (
-        lambda: load_file(tmp_path / "model.safetensors"),
-        lambda: torch.load(tmp_path / "optimizer.pt"),
-    )
-    for read in readers:
-        with pytest.raises(OSError, match=str(tmp_path)), read_whole(tmp_path):
-            read()
-    with pytest.raises(RuntimeError, match="out of memory"), read_whole(tmp_path):
-        raise RuntimeError("out of memory")
-
-
-def test_another_error_leaves_the_files(tmp_path):
-    with pytest.raises(RuntimeError, match="out of memory"), written_whole(tmp_path, is_owner=True):
-        raise RuntimeError("out of memory")
-    assert tmp_path.exists()
+        complete_checkpoint(True, tmp_path)

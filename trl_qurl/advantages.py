@@ -39,6 +39,22 @@ class ValueLoss(NamedTuple):
     clipped: torch.Tensor  # `(B, T)`, bool: the clipped term is larger, so no gradient flows
 
 
+def weighted_sum(rewards: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Sum the rewards of several functions, as TRL does.
+
+        R = Σ_f w_f · r_f
+
+    Args:
+        rewards: r, `(N, functions)`, NaN where a function has not scored.
+        weights: w, `(functions,)`.
+
+    Returns:
+        R, `(N,)`, NaN where no function has scored.
+    """
+    totals = (rewards * weights.to(rewards.device)).nansum(1)
+    return totals.masked_fill(rewards.isnan().all(1), math.nan)
+
+
 def token_rewards(rewards: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Convert one reward per sequence into per-token rewards.
 

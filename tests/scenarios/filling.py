@@ -20,9 +20,7 @@ def main() -> None:
         batch = [row for row in ROWS[rollout * GROUPS :][:GROUPS] for _ in range(GROUP_SIZE)]
         size = len(batch) // accelerator.num_processes
         filled = policy.fill(batch[accelerator.process_index * size :][:size])
-        samples = gather_object(
-            [[s.row["prompt"], s.completion, s.extras["seen"]] for s in filled.samples]
-        )
+        samples = gather_object([[s.row["prompt"], s.completion] for s in filled.samples])
         rollouts.append(
             {"samples": samples, "rewards": filled.rewards.tolist(), "metrics": filled.metrics}
         )

@@ -13,7 +13,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from short_runs import BASE, KINDS, letters, saved, texts
 from tiny import KEPT, SIXTEEN_BIT_EXPERTS, tiny_mixture, tiny_model, tiny_tokenizer
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, TrainerCallback
 
 EVERY_SECOND = {
     "max_steps": 4,
@@ -51,14 +51,24 @@ def rows(trainer: Any) -> list[dict[str, float]]:
 
 
 def whole_and_resumed(
-    out: Path, kind: str, make: Any, settings: dict[str, Any], **given: Any
+    out: Path,
+    kind: str,
+    make: Any,
+    settings: dict[str, Any],
+    make_critic: Any = None,
+    **given: Any,
 ) -> dict[str, Any]:
     """The last two updates of a run, and the same after a new
     trainer has resumed from the second.
     """
-    whole = build(out / "whole", kind, make(), settings, **given)
+
+    def build_here(name: str) -> Any:
+        critic = {"value_model": make_critic()} if make_critic else {}
+        return build(out / name, kind, make(), settings, **given, **critic)
+
+    whole = build_here("whole")
     whole.train()
-    resumed = build(out / "resumed", kind, make(), settings, **given)
+    resumed = build_here("resumed")
     resumed.train(resume_from_checkpoint=str(out / "whole" / "checkpoint-2"))
     adapters = list(resumed.model.peft_config) if isinstance(resumed.model, PeftModel) else []
     return {"whole": rows(whole)[2:], "resumed": rows(resumed)[-2:], "adapters": adapters}
@@ -87,8 +97,14 @@ def own_adapter(out: Path) -> dict[str, Any]:
 def two_adapters(out: Path) -> dict[str, Any]:
     """PPO with an adapter of the policy and one of the critic."""
     directory = saved(out)
-    adapters = {"peft_config": adapter(), "value_peft_config": adapter()}
-    return whole_and_resumed(out, "PPO", lambda: directory, {"num_generations": 1}, **adapters)
+
+    def critic() -> PeftModel:
+        torch.manual_seed(0)  # of the head and the adapter
+        model = AutoModelForTokenClassification.from_pretrained(directory, num_labels=1)
+        return get_peft_model(model, adapter(task_type="TOKEN_CLS"))
+
+    settings = {"num_generations": 1}
+    return whole_and_resumed(out, "PPO", lambda: directory, settings, critic, peft_config=adapter())
 
 
 def experts(out: Path) -> dict[str, Any]:
@@ -111,20 +127,8 @@ def moving_reference(out: Path) -> dict[str, Any]:
     return whole_and_resumed(out, "GRPO", lambda: directory, settings)
 
 
-def preempted(out: Path) -> dict[str, Any]:
-    """PPO: SIGTERM inside the third update, with `enable_jit_checkpoint`; and a checkpoint without
-    optimizers.
-    """
-
-    class Preempt(TrainerCallback):
-        trainer: Any = None
-
-        def on_step_begin(self, args, state, control, **kwargs):
-            if state.global_step == 2 and self.trainer is not None:
-                names = {
-                    type(each).__name__: each for each in self.trainer.callback_handler.callbacks
-                }
-                names["JITCheckpointCallback"].jit_manager.is_checkpoint_requested = True
+def only_models(out: Path) -> dict[str, Any]:
+    """PPO from a checkpoint without optimizers."""
 
     class NoteCritic(TrainerCallback):
         begun: dict[str, torch.Tensor] | None = None
@@ -136,37 +140,18 @@ def preempted(out: Path) -> dict[str, Any]:
                 self.begun = {name: p.detach().clone() for name, p in critic.named_parameters()}
 
     model = saved(out)
-    settings = {"enable_jit_checkpoint": True, "num_generations": 1, "save_strategy": "no"}
-    whole = build(out / "whole", "PPO", model, {"num_generations": 1, "save_only_model": True})
-    whole.train()
-    signal = Preempt()
-    stopped = build(out / "stopped", "PPO", model, settings, callbacks=[signal])
-    signal.trainer = stopped
-    stopped.train()
-    resumed = build(out / "stopped", "PPO", model, settings)
-    resumed.train(resume_from_checkpoint=True)
-    checkpoints = sorted(path.name for path in (out / "stopped").glob("checkpoint-*"))
-    # The uninterrupted run has saved no optimizers.
+    settings = {"num_generations": 1, "save_only_model": True}
+    build(out / "whole", "PPO", model, settings).train()
     note = NoteCritic()
-    note.trainer = build(
-        out / "only models",
-        "PPO",
-        model,
-        settings | {"enable_jit_checkpoint": False},
-        callbacks=[note],
-    )
+    note.trainer = build(out / "resumed", "PPO", model, settings, callbacks=[note])
     heard = Heard()
     logging.getLogger("trl_qurl").addHandler(heard)
-    note.trainer.train(resume_from_checkpoint=str(out / "whole" / "checkpoint-2"))
-    said = [text for text in heard.said if "scheduler.pt" in text]
-    stored = load_file(out / "whole" / "checkpoint-2" / "critic" / "model.safetensors")
-    is_loaded = all(torch.equal(stored[name], note.begun[name]) for name in stored)
+    checkpoint = out / "whole" / "checkpoint-2"
+    note.trainer.train(resume_from_checkpoint=str(checkpoint))
+    stored = load_file(checkpoint / "critic" / "model.safetensors")
     return {
-        "whole": rows(whole)[3:],
-        "resumed": rows(resumed)[3:],
-        "checkpoints": checkpoints,
-        "critic_without_optimizer": is_loaded,
-        "said": said,
+        "said": [text for text in heard.said if "scheduler.pt" in text],
+        "critic_is_loaded": all(torch.equal(stored[name], note.begun[name]) for name in stored),
     }
 
 
@@ -251,7 +236,7 @@ def interrupted(out: Path) -> dict[str, Any]:
 
 # The mixture comes first: vLLM makes the groups of its processes once, and only a mixture has one
 # for experts.
-CASES = (experts, own_adapter, two_adapters, moving_reference, preempted, best, interrupted)
+CASES = (experts, own_adapter, two_adapters, moving_reference, only_models, best, interrupted)
 
 
 if __name__ == "__main__":

@@ -22,11 +22,12 @@ from accelerate.utils import gather_object
 from child import run_all
 from datasets import Dataset
 from fresh_engine import answer
-from peft import LoraConfig, PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from short_runs import build as build_trainer
 from splits import ZERO3, UnderFSDP2, UnderZeRO3
 from tiny import KEPT, PROBE, tiny_model, tiny_tokenizer, write_with_llmcompressor
 from torch.distributed.tensor import DTensor
+from transformers import AutoModelForTokenClassification
 
 from trl_qurl.quantization import write_checkpoint
 from trl_qurl.quantization.merging import model_parameters
@@ -195,7 +196,9 @@ def build(options):
     if options.lora:  # B starts random: a sync of the base alone would be noticed at once
         given["peft_config"] = lora(options.lora_targets, init_lora_weights=False)
     if options.critic_lora:
-        given["value_peft_config"] = lora(task_type="CAUSAL_LM")
+        critic = AutoModelForTokenClassification.from_pretrained(options.model, num_labels=1)
+        torch.nn.init.zeros_(critic.score.weight)
+        options.value_model = get_peft_model(critic, lora(task_type="TOKEN_CLS"))
     kind = "RLOO" if options.rloo else "GRPO"
     if options.ppo:
         kind = "PPO"

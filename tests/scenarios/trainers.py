@@ -91,7 +91,6 @@ def train(name, directory):
     record["history"] = trainer.state.log_history
     if name in ("GRPO", "GMPO"):
         record["checkpoint"] = os.listdir(f"{directory}/checkpoint-2")
-        record["card"] = Path(directory, "README.md").read_text()
         saved = trainer.save_quantized(f"{directory}-int8")
         record["saved"] = os.listdir(saved)
         scales = load_file(f"{saved}/model.safetensors")["model.layers.0.mlp.up_proj.weight_scale"]

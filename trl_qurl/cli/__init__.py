@@ -130,7 +130,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, KeyboardInterrupt):
             print("\ntrl-qurl: interrupted", *error.args, sep=": ", file=sys.stderr)
             return 130  # 128 + SIGINT, as shells report it
-        message = " ".join(str(error).split()) or type(error).__name__
+        words = " ".join([str(error), *getattr(error, "__notes__", ())]).split()
+        message = " ".join(words) or type(error).__name__
         print(f"trl-qurl: error: {message}", file=sys.stderr)
         return 2
 

@@ -1,7 +1,6 @@
 """Trainer callbacks."""
 
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -76,56 +75,6 @@ class RolloutCallback(TrainerCallback):
         """
 
 
-class SavingBetweenSteps(RolloutCallback):
-    """Callback that moves a checkpoint that is saved inside a step to the step's end.
-
-    `enable_jit_checkpoint` saves before the optimizer's step, but a rollout's micro-batches count
-    as used by then, and PPO's critic has stepped.
-    """
-
-    def __init__(self) -> None:
-        self._is_inside = False  # a step
-        self._moved: Path | None = None  # where the checkpoint would have been
-
-    def moves(self, checkpoint: Path) -> bool:
-        """Note that a checkpoint is to be saved now, if that is inside a step.
-
-        Args:
-            checkpoint: Where it is to be saved.
-
-        Returns:
-            Whether it has to wait for the end of the step.
-        """
-        if self._is_inside:
-            self._moved = checkpoint
-        return self._is_inside
-
-    def on_train_begin(self, *args: object, **kwargs: object) -> None:
-        """Forget a step that was interrupted."""
-        self._is_inside = False
-
-    def on_step_begin(self, *args: object, **kwargs: object) -> None:
-        """Note that a step has begun."""
-        self._is_inside = True
-
-    def on_step_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: object,
-    ) -> None:
-        """Save what was to be saved inside the step."""
-        self._is_inside = False
-        if self._moved is None:
-            return
-        control.should_save = True
-        if args.should_save:
-            with suppress(OSError):
-                self._moved.rmdir()  # transformers has made it, and left it empty
-        self._moved = None
-
-
 class RunLogCallback(TrainerCallback):
     """A `TrainerCallback` that writes `run.jsonl`, the input of `trl-qurl report`.
 
@@ -165,9 +114,9 @@ class RunLogCallback(TrainerCallback):
             if state.is_world_process_zero:
                 begin_log(path, settings, state.log_history)
 
-        raise_everywhere(begin)
         if state.is_world_process_zero:
             self._path = path
+        raise_everywhere(begin)
 
     def on_log(
         self,

@@ -9,11 +9,7 @@ import functools
 import hashlib
 import json
 import math
-import re
-import traceback
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -27,7 +23,6 @@ from trl_qurl.trainers.listed_tokens import Listing
 
 logger = get_logger(__name__)  # logs in the main process only
 
-CALL = re.compile(r"\(\) (missing|got an unexpected|takes) ")  # Python's words for wrong arguments
 MAX_ROUNDS = 10  # of generation for one batch, including the first: verl's limit for DAPO
 ZERO_SPREAD = 1e-8  # TRL's tolerance for a standard deviation of 0
 
@@ -47,8 +42,14 @@ class PromptStream:
     seed: int
     drawn: int = 0  # rows drawn so far; set it to continue after them
 
-    def draw(self, count: int, tried: "TriedRows") -> list[DrawnPrompt]:
-        """Draw `count` rows that were not tried, or fewer if none are left; add them to `tried`."""
+    def draw(self, count: int, columns: Collection[str], tried: set[str]) -> list[DrawnPrompt]:
+        """Draw `count` rows that were not tried, or fewer if none are left; add them to `tried`.
+
+        Args:
+            count: How many.
+            columns: Of a batch's rows, without those that `remove_unused_columns` removes.
+            tried: `row_digest` of the rows that a batch has used up: TRL passes no index of them.
+        """
         prompts: list[DrawnPrompt] = []
         for _ in range(2 * len(self.dataset)):  # the rest of this epoch plus one full epoch
             if len(prompts) == count:
@@ -56,40 +57,13 @@ class PromptStream:
             epoch, position = divmod(self.drawn, len(self.dataset))
             index = int(epoch_order(len(self.dataset), self.seed, epoch)[position])
             self.drawn += 1
-            if index in tried.indices:
-                continue
-            tried.indices.add(index)
-            columns = self.dataset[index]
-            row = {name: value for name, value in columns.items() if name in tried.columns}
-            if not tried.is_in_batch(row):
+            values = self.dataset[index]
+            row = {name: value for name, value in values.items() if name in columns}
+            digest = row_digest(row)
+            if digest not in tried:
+                tried.add(digest)
                 prompts.append(DrawnPrompt(row, self.drawn))
         return prompts
-
-
-class TriedRows:
-    """The rows of the dataset that a batch has used up.
-
-    TRL passes rows without their index, so those that the batch began with are known by their
-    columns. A row of the batch stands for one row of the dataset: of
-    several that are equal in all columns, the others can still be drawn.
-
-    Args:
-        columns: Of the batch's rows, without those that `remove_unused_columns` removes.
-        digests: Of the batch's rows, each once.
-    """
-
-    def __init__(self, columns: Collection[str], digests: Iterable[str]) -> None:
-        self.columns = columns
-        self.indices: set[int] = set()
-        self._batch = Counter(digests)
-
-    def is_in_batch(self, row: dict[str, Any]) -> bool:
-        """Return whether a row is one that the batch began with, which then counts as found."""
-        digest = row_digest(row)
-        if self._batch[digest] == 0:
-            return False
-        self._batch[digest] -= 1
-        return True
 
 
 @functools.lru_cache(maxsize=1)  # `draw` reads one order many times
@@ -113,7 +87,6 @@ class Sample(NamedTuple):
     completion: Any  # text or conversation
     logps: list[float | None] | None  # of the sampled tokens, in nats
     listing: Listing | None  # if the engine lists more than what was sampled
-    extras: dict[str, Any]  # columns that reward functions add to the table of completions
 
 
 @dataclass(frozen=True)
@@ -156,12 +129,13 @@ class DynamicSampler:
         rounds = [sample_batch(rows, trainer)]
         batch = FilledBatch(list(rounds[0].samples), rounds[0].rewards.clone())
         useful = self._useful(batch)  # (groups,)
-        digests = gather_object([row_digest(row) for row in rows])  # of all completions, in order
-        tried = TriedRows(rows[0].keys(), digests[:: self.group_size])
+        columns = rows[0].keys()
+        tried = set(gather_object([row_digest(row) for row in rows]))
         while len(rounds) < MAX_ROUNDS and not useful.all():
             open_slots = (~useful).nonzero().flatten().tolist()
             share = torch.cat([self._useful(each) for each in rounds]).double().mean().item()
-            prompts = self._draw(len(open_slots), share, len(useful), tried)
+            count = self._size_of_round(len(open_slots), share, len(useful))
+            prompts = self._draw(count, columns, tried)
             if not prompts:
                 break
             rounds.append(sample_batch(self._rows_of_this_process(prompts), trainer))
@@ -179,9 +153,6 @@ class DynamicSampler:
                 f"{MAX_ROUNDS} rounds, or ran out of prompts: the questions may be too easy or too "
                 "hard (dynamic_sampling/filled_share)."
             )
-        for name in {name for sample in batch.samples for name in sample.extras}:
-            column = [sample.extras.get(name) for sample in batch.samples]
-            trainer._pending_extra_logs[name] = column
         decisive = self.judge(torch.cat([each.rewards for each in rounds]))  # (N,)
         metrics = {
             "dynamic_sampling/rounds": float(len(rounds)),
@@ -194,17 +165,16 @@ class DynamicSampler:
     def _useful(self, batch: FilledBatch) -> torch.Tensor:
         return informative(self.judge(batch.rewards), self.group_size)
 
-    def _draw(self, missing: int, share: float, groups: int, tried: TriedRows) -> list[DrawnPrompt]:
-        """Draw prompts for the next round, at most a batch.
-
-        They are enough if the share of useful groups stays as it is.
-        """
+    def _size_of_round(self, missing: int, share: float, groups: int) -> int:
+        """Return how many prompts are enough if the share of useful groups stays as it is."""
         least_share = 1 / 8  # a smaller one is not a reliable estimate
-        count = min(groups, math.ceil(missing / max(share, least_share)))
-        # Every process must generate the same number of completions.
+        return min(groups, math.ceil(missing / max(share, least_share)))
+
+    def _draw(self, count: int, columns: Collection[str], tried: set[str]) -> list[DrawnPrompt]:
+        """Draw `count` prompts, and as many more as all processes need for equal shares."""
         processes = self.accelerator.num_processes
         step = processes // math.gcd(processes, self.group_size)
-        prompts = self.prompts.draw(math.ceil(count / step) * step, tried)
+        prompts = self.prompts.draw(math.ceil(count / step) * step, columns, tried)
         return prompts[: len(prompts) // step * step]
 
     def _rows_of_this_process(self, prompts: list[DrawnPrompt]) -> list[dict[str, Any]]:
@@ -238,19 +208,13 @@ class DynamicSampler:
 
 
 def sample_batch(rows: list[dict[str, Any]], trainer: Any) -> FilledBatch:
-    """Return a completion for each row from `trainer`, with its rewards.
-
-    Columns that reward functions add to the table of completions are kept with it.
-    """
+    """Return a completion for each row from `trainer`, with its rewards."""
     prompts = [row["prompt"] for row in rows]
     generated = named(Generated, trainer._generate(prompts))
     completion_ids = generated.completion_ids
     listings = trainer._listings() if trainer._listed_count else [None] * len(rows)
     rewards = trainer._calculate_rewards(rows, prompts, generated.completions, completion_ids)
-    added = trainer._pending_extra_logs
-    # A column of another length cannot be matched to rows.
-    columns = {name: column for name, column in added.items() if len(column) == len(rows)}
-    added.clear()
+    trainer._pending_extra_logs.clear()  # of completions that the batch may not keep
     samples = []
     for i, row in enumerate(rows):
         sample = Sample(
@@ -260,7 +224,6 @@ def sample_batch(rows: list[dict[str, Any]], trainer: Any) -> FilledBatch:
             completion=generated.completions[i],
             logps=None if generated.logprobs is None else generated.logprobs[i],
             listing=listings[i],
-            extras={name: column[i] for name, column in columns.items()},
         )
         samples.append(sample)
     return FilledBatch(samples, rewards)
@@ -273,30 +236,3 @@ def informative(rewards: torch.Tensor, group_size: int) -> torch.Tensor:
     largest = groups.masked_fill(missing, -math.inf).amax(1)
     smallest = groups.masked_fill(missing, math.inf).amin(1)  # the difference is -inf without any
     return largest - smallest > ZERO_SPREAD
-
-
-def weighted_sum(rewards: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return TRL's total reward, (N,), from rewards per function, (N, functions).
-
-    It is NaN where no function has scored.
-    """
-    totals = (rewards * weights.to(rewards.device)).nansum(1)
-    return totals.masked_fill(rewards.isnan().all(1), math.nan)
-
-
-@contextmanager
-def named_rewards(names: list[str]) -> Iterator[None]:
-    """Name the reward functions in TRL's error about what they return."""
-    try:
-        yield
-    except (RuntimeError, TypeError, ValueError) as error:
-        if traceback.extract_tb(error.__traceback__)[-1].name != "_calculate_rewards":
-            raise
-        if isinstance(error, TypeError) and CALL.search(str(error)):
-            raise TypeError(
-                f"TRL cannot call a reward function ({error}): it passes the columns of the "
-                "dataset by name, and with remove_unused_columns=True none. Accept the ones there "
-                "are, and **kwargs for the rest."
-            ) from error
-        text = f"Rewards ({', '.join(names)}) must be a number, or None, per completion: {error}."
-        raise ValueError(text) from error

@@ -2,30 +2,37 @@
 
 import functools
 import inspect
+import os
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
+from accelerate import Accelerator
+from transformers import TrainerState
 from trl import GRPOConfig, RLOOConfig
 
+from trl_qurl.quantization.plan import Formats
+from trl_qurl.quantization.storage import set_dtype
 from trl_qurl.rollout.backend import QuantizedVLLMGeneration
 from trl_qurl.rollout.substitution import substitute
 from trl_qurl.trainers.arguments import applies_uaq, checked_config, rollout_settings
 from trl_qurl.trainers.callbacks import (
     RolloutCallback,
     RunLogCallback,
-    SavingBetweenSteps,
     UpdateAwareQuantizationCallback,
 )
-from trl_qurl.trainers.checkpoints import CheckpointsMixin
 from trl_qurl.trainers.checks.guard import MismatchGuard
 from trl_qurl.trainers.checks.learning import LearningWatch
+from trl_qurl.trainers.checks.listed_tokens import warn_of_cuts
 from trl_qurl.trainers.checks.policy import PolicyCheck
-from trl_qurl.trainers.listed_tokens import warn_of_cuts
+from trl_qurl.trainers.checks.resuming import check_policy, check_resumed, complete_checkpoint
+from trl_qurl.trainers.resuming import is_sharded, load_policy
+from trl_qurl.trainers.saving import save_quantized
 
 
 class StepTimer(RolloutCallback):
@@ -42,24 +49,30 @@ class StepTimer(RolloutCallback):
         self.trainer._record({"time/update_s": time.perf_counter() - self.started})
 
 
-class QuantizedEngineMixin(CheckpointsMixin):
+TRLTrainer: Any = object  # to mypy, which allows no `super()` into a protocol
+
+
+class QuantizedEngineMixin(TRLTrainer):
     """Mixin for TRL trainers that generates with an actor: a quantized copy of the policy.
 
     The actor is updated at every sync, and proves on the tokens it samples that it computes the
     policy's function. The mixin also applies update-aware quantization, logs the cost of rollouts,
-    and saves quantized checkpoints. List it before the trainer in the bases, and set the three
-    class attributes.
+    resumes from complete checkpoints alone, and saves quantized ones. List it before the trainer in
+    the bases, and set the three class attributes.
 
     Attributes:
         _config_class: The trainer's config class, with the fields of [`QuantizedRolloutsConfig`].
         _generation_module: The module in which the trainer looks up `VLLMGeneration`.
-        _algorithm: Name of the algorithm, for model cards and logs.
+        _algorithm: Name of the algorithm, for `run.jsonl`.
     """
 
     _config_class: ClassVar[type]
     _generation_module: ClassVar[ModuleType]
     _algorithm: ClassVar[str]
 
+    accelerator: Accelerator
+    state: TrainerState
+    vllm_generation: QuantizedVLLMGeneration
     _metrics: dict[str, dict[str, list[float]]]
 
     _smooths_by_loss = True  # whether smoothing learns from all passes of the loss, or from some
@@ -73,11 +86,10 @@ class QuantizedEngineMixin(CheckpointsMixin):
         args = checked_config(type(self), arguments.get("args"), arguments.get("model"))
         arguments["args"] = args
         self._step_timer = StepTimer()
-        self._saving = SavingBetweenSteps()
         logged = {"updates_per_rollout": args.updates_per_rollout, "algorithm": self._algorithm}
         self._run_log = RunLogCallback(logged)
         # Ours go first: rows logged by user callbacks belong in run.jsonl, their time in no step.
-        callbacks = [self._step_timer, self._saving, self._run_log, *self._checks(args)]
+        callbacks = [self._step_timer, self._run_log, *self._checks(args)]
         if applies_uaq(args, arguments):
             callbacks.insert(0, UpdateAwareQuantizationCallback(args.uaq_scale))
         self._callbacks = [*callbacks, *(arguments.get("callbacks") or [])]
@@ -194,3 +206,91 @@ class QuantizedEngineMixin(CheckpointsMixin):
     def _record(self, metrics: dict[str, float]) -> None:
         for name, value in metrics.items():
             self._metrics[self._mode][name].append(value)
+
+    # Kept on disk
+
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Train as the parent does, while no other run may train with this output directory.
+
+        `True` resumes from the last checkpoint that is complete.
+        """
+        checkpoint = complete_checkpoint(resume_from_checkpoint, self.args.output_dir)
+        try:
+            return super().train(None if checkpoint is None else str(checkpoint), *args, **kwargs)
+        finally:
+            self._run_log.close()
+
+    def _save_rest(self, checkpoint: Path) -> None:
+        """Add to a checkpoint what a resumed run needs besides transformers' own files."""
+
+    def _load_rest(self, checkpoint: Path) -> None:
+        """Load what `_save_rest` has added."""
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        # Before transformers' last file, by which a checkpoint counts as complete.
+        self._save_rest(Path(output_dir))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            check_resumed(self, Path(checkpoint))
+            self._load_rest(Path(checkpoint))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        checkpoint = Path(resume_from_checkpoint)
+        if is_sharded(self.accelerator) or not load_policy(self.model, checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        best = Path(self.state.best_model_checkpoint)
+        if is_sharded(self.accelerator) or not load_policy(self.model, best):
+            super()._load_best_model()
+        check_policy(self, best)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the whole policy, as the parent does, to `output_dir` or the run's own directory."""
+        whole: AbstractContextManager[None] = nullcontext()
+        if self.is_fsdp_enabled:  # the plugin's own type of state would save no sharded weights
+            plugin = self.accelerator.state.fsdp_plugin
+            whole = substitute(plugin, "state_dict_type", "FULL_STATE_DICT")
+        with whole:
+            super().save_model(output_dir, _internal_call)
+        if self.args.should_save:
+            set_dtype(Path(output_dir or self.args.output_dir), self.vllm_generation.weights.grid)
+
+    def save_quantized(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        formats: Formats = None,
+        *,
+        ignore: Collection[str] | None = None,
+        merge: bool = False,
+    ) -> Path:
+        """Write a quantized checkpoint of the current policy, without a critic; return its path.
+
+        `vllm serve` loads it. In the rollouts' format it holds what the engine would be sent,
+        smoothed as in the rollouts. An adapter is merged into the weights, unless rollouts kept it
+        separate (`weight_sync="adapter"`): then it is in `adapter/`. With UAQ, the config records
+        the scale. Unquantized weights keep their training dtype. Training can continue afterwards.
+        In a distributed run, every process must call this.
+
+        Args:
+            output_dir: Directory to create; defaults to `{args.output_dir}-{formats}`, which
+                `push_to_hub` does not upload. An existing quantized checkpoint is replaced once the
+                new one is complete.
+            formats: Name of a format, or names by pattern; defaults to the rollouts',
+                `args.rollout_quantization`.
+            ignore: Modules to keep in full precision; defaults to those of the rollouts,
+                `args.quantization_ignore`.
+            merge: Whether to merge an adapter that rollouts kept separate. With another format or
+                other modules to ignore than the rollouts', it is always merged.
+
+        Raises:
+            ValueError: A format is missing or unknown, or as `make_plan` does.
+            OSError: The directory holds something other than a quantized checkpoint, or cannot be
+                written.
+        """
+        return save_quantized(self, output_dir, formats, ignore, merge)

@@ -17,16 +17,12 @@ from torch import nn
 from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 
+from trl_qurl.advantages import weighted_sum
 from trl_qurl.config import QuRLGRPOConfig
 from trl_qurl.rollout.mismatch import valid_logps
 from trl_qurl.rollout.results import Generated, named
 from trl_qurl.rollout.substitution import substitute
-from trl_qurl.trainers.dynamic_sampling import (
-    DynamicSampler,
-    FilledBatch,
-    PromptStream,
-    weighted_sum,
-)
+from trl_qurl.trainers.dynamic_sampling import DynamicSampler, FilledBatch, PromptStream
 from trl_qurl.trainers.listed_tokens import Listing
 from trl_qurl.trainers.model_card import QURL
 from trl_qurl.trainers.rollouts import GroupRolloutsMixin

@@ -15,7 +15,6 @@ m is 1 and this is exact, value and gradient. Of a larger S, what is not listed 
 actor's share of the mass, 1 − m.
 """
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -23,25 +22,17 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
-from trl.distributed import DistributedBackend
 
 from trl_qurl.config.checks import cutting_settings
 from trl_qurl.quantization.checkpoint_form import plain_model
 from trl_qurl.rollout.mismatch import valid_logps
+from trl_qurl.trainers.checks.listed_tokens import obstacle_of, warn_of_cuts
 
 MOST_LISTED = 64  # tokens per position; vLLM returns as many log-probabilities
 # Beyond `top_k`: vLLM also leaves the tokens with the logit of the last one. In 16 bits up to seven
 # have it, with SmolLM2 and Gemma 3 at top_k=20.
 TIES = 8
 TOKENS_AT_ONCE = 1024  # to compute logits for
-# Settings of transformers' models that change what the head computes.
-AFTER_HEAD = (
-    "final_logit_softcapping",
-    "logit_scale",
-    "logits_scaling",
-    "lm_head_multiplier",
-    "output_multiplier",
-)
 
 
 Listing = tuple[list[list[float | None]], list[list[int]]]
@@ -75,7 +66,7 @@ def listed_count(trainer: Any, is_ours: bool) -> int:
     cutting = cutting_settings(trainer.args)
     if not cutting:
         return 0
-    obstacle = _obstacle(trainer)
+    obstacle = obstacle_of(trainer)
     if not is_ours:
         obstacle = f"{type(trainer).__name__} computes them itself"
     if obstacle is not None:
@@ -84,37 +75,6 @@ def listed_count(trainer: Any, is_ours: bool) -> int:
     vocabulary = plain_model(trainer.model).config.vocab_size
     kept = cutting["top_k"] + TIES if "top_k" in cutting else MOST_LISTED
     return min(kept, MOST_LISTED, vocabulary)
-
-
-def warn_of_cuts(args: Any, obstacle: str) -> None:
-    """Warn of the settings of a config that cut tokens, if there are any; say why it matters."""
-    named = ", ".join(f"{name}={value}" for name, value in cutting_settings(args).items())
-    if named:
-        warnings.warn(
-            f"{named}: the engine's log-probabilities account for this, but the trainer's cover "
-            f"the whole vocabulary, because {obstacle}. The importance ratio is therefore too "
-            "small, and the mismatch/* metrics and every correction are wrong. Set top_k=0, "
-            "top_p=1.0, min_p=None, and no structured outputs, also in generation_kwargs.",
-            stacklevel=2,
-        )
-
-
-def _obstacle(trainer: Any) -> str | None:
-    """Return why the policy's log-probabilities cannot follow the engine's lists, if they can't."""
-    for name in ("tools", "rollout_func", "environment_factories"):
-        if getattr(trainer, name, None):
-            return f"{name} may put a completion together from several answers"
-    if trainer.args.torch_compile:
-        return "nobody has tried it with torch_compile"
-    if DistributedBackend(trainer.accelerator).is_zero3:
-        return "ZeRO-3 splits the head"
-    config = plain_model(trainer.model).config
-    if config.get_text_config() is not config:
-        return "the model takes images"
-    for name in AFTER_HEAD:
-        if getattr(config, name, None) not in (None, 1.0):
-            return f"the model has {name}"
-    return None
 
 
 def listed_inputs(inputs: Mapping[str, torch.Tensor]) -> ListedTokens | None:

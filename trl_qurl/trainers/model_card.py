@@ -1,13 +1,8 @@
-"""Model cards: a section about rollouts for TRL's card, and the card of a quantized checkpoint."""
-
-from pathlib import Path
-from typing import Any
+"""Model cards: the paper, for TRL's card of a run, and the card of a quantized checkpoint."""
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from trl_qurl.objective import OBJECTIVES
 from trl_qurl.quantization.plan import QuantizationPlan
-from trl_qurl.rollout.backend import QuantizedVLLMGeneration
 
 QURL = {
     "title": "QuRL: Efficient Reinforcement Learning with Quantized Rollout",
@@ -23,37 +18,6 @@ QURL = {
 }""",
 }
 """The paper, in the format of TRL's cards (`_paper`)."""
-
-
-def add_rollouts(algorithm: str, args: Any, generation: QuantizedVLLMGeneration) -> None:
-    """Add a section about a trainer's rollouts to TRL's card in its output directory."""
-    if generation.sync.route.is_merged:
-        source = "a copy of the policy"
-    else:
-        source = "the frozen base with the unmerged adapter"
-    codes = described(generation.weights.plan)
-    sentences = [
-        f"The algorithm is {algorithm}. vLLM generated the rollouts with {source}, {codes}."
-    ]
-    if args.round_base:
-        sentences.append(
-            "The adapter only works with a base whose weights are rounded to the values of these "
-            "codes."
-        )
-    objective = OBJECTIVES.get(vars(args).get("objective", ""))
-    if objective is not None:
-        sentences.append(f"The objective is `{objective.name}` ({objective.source}).")
-    sentences.append("All settings are in `run.jsonl`.")
-    path = Path(args.output_dir) / "README.md"
-    card = ModelCard.load(path)
-    head, mark, tail = card.text.partition("### Framework versions")
-    base = Path(generation.model.config._name_or_path).name  # TRL only names models on the Hub
-    head = head.replace("[None](https://huggingface.co/None)", f"`{base}`")
-    head = head.replace('model="None"', f'model="{path.parent.name}"')
-    vars(card.data).pop("licence", None)  # a placeholder
-    parts = [head.rstrip(), "### Quantized rollouts", " ".join(sentences), mark + tail]
-    card.text = "\n\n".join(parts)
-    card.save(path)
 
 
 def quantized_card(

@@ -3,7 +3,7 @@
 import copy
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -17,23 +17,15 @@ from trl_qurl.advantages import (
     masked_moments,
     token_rewards,
     value_loss,
+    weighted_sum,
     whiten,
 )
 from trl_qurl.config import QuRLPPOConfig
 from trl_qurl.trainers.callbacks import RolloutCallback
-from trl_qurl.trainers.critic import (
-    CRITIC_DIRECTORY,
-    Critic,
-    check_critic_vocabulary,
-    load_critic_model,
-)
-from trl_qurl.trainers.dynamic_sampling import weighted_sum
+from trl_qurl.trainers.checks.critic import check_tokens
+from trl_qurl.trainers.critic import CRITIC_DIRECTORY, Critic, load_critic_model
 from trl_qurl.trainers.grpo import QuRLGRPOTrainer
-from trl_qurl.trainers.resuming import read_whole
 from trl_qurl.trainers.scoring import Batch, learned_tokens
-
-if TYPE_CHECKING:
-    from peft import PeftConfig
 
 
 class QuRLPPOTrainer(QuRLGRPOTrainer):
@@ -42,8 +34,7 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
     Args:
         model: This and all other arguments: see [`QuRLGRPOTrainer`].
         value_model: The critic's initial model: a name, a path, or a token classifier with one
-            label; `None` for the policy's initial model.
-        value_peft_config: PEFT config for a critic that trains only an adapter and its head.
+            label, also with an adapter; `None` for the policy's initial model.
 
     Raises:
         TypeError: As for the parent, or `value_model` has no value per token.
@@ -62,11 +53,9 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
         args: QuRLPPOConfig | None = None,
         *positional: Any,
         value_model: str | PreTrainedModel | None = None,
-        value_peft_config: "PeftConfig | None" = None,
         **kwargs: Any,
     ) -> None:
         self._value_model = value_model
-        self._value_peft_config = value_peft_config
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
         self.critic = Critic(self._value_model, self.args, self.accelerator)
         self.add_callback(CriticWarmupCallback())
@@ -139,15 +128,9 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
     def compute_loss(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the policy's loss, as the parent does, and 0 during the critic's warmup."""
         loss = super().compute_loss(*args, **kwargs)
-        warmup = self.args.critic_warmup_steps
-        if not self.model.training or self.state.global_step > warmup or warmup == 0:
-            return loss
-        if self.state.global_step < warmup:
+        if self.model.training and self.state.global_step < self.args.critic_warmup_steps:
             # DeepSpeed steps before `CriticWarmupCallback` clears the gradients.
             return loss * 0.0
-        if self.is_deepspeed_enabled:
-            # AdamW has counted those steps, which would change the size of the first real ones.
-            self.optimizer.state.clear()
         return loss
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -203,15 +186,13 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
         builder.args.learning_rate = self.args.critic_learning_rate
         return builder.create_optimizer(critic)
 
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        super()._save_optimizer_and_scheduler(output_dir)
-        self.critic.save_state(Path(output_dir))
+    def _save_rest(self, checkpoint: Path) -> None:
+        super()._save_rest(checkpoint)
+        self.critic.save_state(checkpoint)
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None:
-            with read_whole(Path(checkpoint)):
-                self.critic.load_state(Path(checkpoint))
+    def _load_rest(self, checkpoint: Path) -> None:
+        super()._load_rest(checkpoint)
+        self.critic.load_state(checkpoint)
 
     def _load_best_model(self) -> None:
         super()._load_best_model()
@@ -230,18 +211,12 @@ class CriticLoader(RolloutCallback):
     def on_arguments(self, args: QuRLPPOConfig, arguments: dict[str, Any]) -> None:
         """Load the critic's initial model."""
         trainer = self.trainer
-        trainer._value_model = load_critic_model(
-            args,
-            arguments["model"],
-            trainer._value_model,
-            arguments.get("processing_class"),
-            trainer._value_peft_config,
-        )
+        trainer._value_model = load_critic_model(args, arguments["model"], trainer._value_model)
 
     def on_models(self) -> None:
         """Compare the critic's vocabulary with the policy's."""
         trainer = self.trainer
-        check_critic_vocabulary(trainer._value_model, trainer.model, trainer._tokenizer)
+        check_tokens(trainer._value_model, trainer.model, trainer.processing_class)
 
 
 class CriticWarmupCallback(TrainerCallback):

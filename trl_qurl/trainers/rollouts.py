@@ -34,10 +34,9 @@ from trl_qurl.trainers import listed_tokens
 from trl_qurl.trainers.callbacks import RolloutCallback
 from trl_qurl.trainers.checks.prompts import DataCheck
 from trl_qurl.trainers.checks.reference import ReferenceCheck
-from trl_qurl.trainers.dynamic_sampling import named_rewards
+from trl_qurl.trainers.checks.rewards import explained_rewards
 from trl_qurl.trainers.engine import QuantizedEngineMixin
 from trl_qurl.trainers.reference import load_reference, save_reference
-from trl_qurl.trainers.resuming import read_whole
 from trl_qurl.trainers.saving import load_rollout_state, save_rollout_state, skip_epochs
 from trl_qurl.trainers.scoring import Batch, PolicyPass, cap_of, learned_tokens, loss_metrics
 
@@ -147,7 +146,7 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
         return {}
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        with named_rewards(self.reward_func_names):
+        with explained_rewards(self.reward_func_names):
             return super()._calculate_rewards(*args, **kwargs)
 
     def _has_signal(self, metrics: dict[str, float]) -> bool:
@@ -328,24 +327,21 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
         if smoothing is not None and state["smoothing"]:
             smoothing.load_state_dict(state["smoothing"])
 
-    def _save_rollout(self, checkpoint: Path) -> None:
-        super()._save_rollout(checkpoint)
+    def _save_rest(self, checkpoint: Path) -> None:
+        super()._save_rest(checkpoint)
         save_rollout_state(self._rollout_state(), checkpoint, self.accelerator, self.args)
         if vars(self.args).get("sync_ref_model"):
             save_reference(self.ref_model, self.accelerator, checkpoint)
 
+    def _load_rest(self, checkpoint: Path) -> None:
+        super()._load_rest(checkpoint)
+        if vars(self.args).get("sync_ref_model"):
+            load_reference(self.ref_model, self.accelerator, checkpoint)
+        skip_epochs(self._train_sampler, self.state.epoch)  # `state` is the checkpoint's by now
+        state = load_rollout_state(checkpoint, self.accelerator, self.args)
+        if state is not None:
+            self._load_rollout_state(state)
+
     def _get_train_sampler(self, dataset: Any = None) -> Any:
         self._train_sampler = super()._get_train_sampler(dataset)
         return self._train_sampler
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is None:
-            return
-        if vars(self.args).get("sync_ref_model"):
-            load_reference(self.ref_model, self.accelerator, Path(checkpoint))
-        skip_epochs(self._train_sampler, self.state.epoch)  # `state` is the checkpoint's by now
-        with read_whole(Path(checkpoint)):
-            state = load_rollout_state(Path(checkpoint), self.accelerator, self.args)
-        if state is not None:
-            self._load_rollout_state(state)

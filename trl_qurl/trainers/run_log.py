@@ -1,20 +1,14 @@
 """The run log, `run.jsonl` in the output directory: a line of settings, then a line per row.
 
-A killed run loses only the line it was writing, and a full disk only the rows it has no room for.
-`trl_qurl.lab.runs` reads the log. Its mode is that of the other files in the directory, which users
+`trl_qurl.lab.runs` reads it. Its mode is that of the other files in the directory, which users
 share and publish on purpose, so it holds numbers, and text only of the settings in `TEXTS`.
 """
 
 import fcntl
-import functools
 import json
-import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO
-
-logger = logging.getLogger(__name__)
 
 RUN_LOG = "run.jsonl"
 TEXTS = frozenset(
@@ -59,25 +53,14 @@ def begin_log(
         RuntimeError: Another run is training with this output directory.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    _locks[path] = _lock(path.parent, fcntl.LOCK_EX)
-    try:
-        _write_log(path, settings, history)
-    except OSError:
-        end_log(path)
-        raise
-
-
-def _write_log(
-    path: Path, settings: Mapping[str, object], history: Sequence[Mapping[str, object]]
-) -> None:
+    _locks[path] = _lock(path.parent)
     if path.exists() and not history:
         path.rename(_free_name(path))
-    kept = {name: value for name, value in settings.items() if name in TEXTS} | _numbers(settings)
-    lines = [_line({"settings": kept})]
-    lines += [_line(_numbers(row)) for row in history]
-    tmp = path.with_suffix(".tmp")
-    tmp.write_text("".join(lines), encoding="utf-8")
-    tmp.replace(path)
+    texts = {name: value for name, value in settings.items() if name in TEXTS}
+    header = {"settings": texts | _numbers(settings)}
+    path.write_text(_line(header), encoding="utf-8")
+    for row in history:
+        append_row(path, row)
 
 
 def _free_name(path: Path) -> Path:
@@ -92,19 +75,12 @@ def _free_name(path: Path) -> Path:
 def append_row(path: Path, row: Mapping[str, object]) -> None:
     """Append a row to a run's log.
 
-    If it cannot be written, as on a full disk, the row is lost: warn once.
-
     Args:
         path: The log file.
         row: Values by name, including `step`. Only numbers are kept.
     """
-    try:
-        with open(path, "rb+") as file:
-            file.seek(_end_of_rows(file))
-            file.truncate()
-            file.write(_line(_numbers(row)).encode())
-    except OSError as error:
-        _warn_of_lost_rows(path, error.strerror)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(_line(_numbers(row)))
 
 
 def end_log(path: Path) -> None:
@@ -127,10 +103,10 @@ def check_unused(directory: Path) -> None:
         RuntimeError: Another run is training with it.
     """
     if directory.is_dir():
-        os.close(_lock(directory, fcntl.LOCK_SH))
+        os.close(_lock(directory))
 
 
-def _lock(directory: Path, kind: int) -> int:
+def _lock(directory: Path) -> int:
     """Lock an output directory and return it, open.
 
     The system releases the lock when the process ends, however it ends. A lock of the directory
@@ -138,7 +114,7 @@ def _lock(directory: Path, kind: int) -> int:
     """
     opened = os.open(directory, os.O_RDONLY)
     try:
-        fcntl.flock(opened, kind | fcntl.LOCK_NB)
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(opened)
         raise RuntimeError(
@@ -148,34 +124,6 @@ def _lock(directory: Path, kind: int) -> int:
     except OSError:
         pass  # a file system without locks
     return opened
-
-
-def _forget_locks() -> None:
-    """Close a forked process's copies of the locks, which a worker may hold longer than the run."""
-    for path in list(_locks):
-        end_log(path)
-
-
-os.register_at_fork(after_in_child=_forget_locks)
-
-
-def _end_of_rows(file: BinaryIO) -> int:
-    """Return where the last complete line ends. The rest is of a row that was cut short."""
-    file.seek(-1, os.SEEK_END)
-    if file.read() == b"\n":
-        return file.tell()
-    file.seek(0)
-    return file.read().rfind(b"\n") + 1
-
-
-@functools.cache
-def _warn_of_lost_rows(path: Path, reason: str) -> None:
-    logger.warning(
-        "Rows are missing from %s, which cannot be written (%s). Training continues, and rows are "
-        "logged again once they can be; free space, or check the permissions.",
-        path,
-        reason,
-    )
 
 
 def _numbers(values: Mapping[str, object]) -> dict[str, object]:

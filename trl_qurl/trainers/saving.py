@@ -6,8 +6,10 @@ TRL keeps a rollout's tokens only in memory. Without its state, a small file per
 resumes inside a rollout would sample again and lose its place in the data.
 """
 
+import functools
+import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,16 +19,17 @@ from accelerate import Accelerator, PartialState
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object, send_to_device
 from huggingface_hub import ModelCard
-from trl.trainer.utils import RepeatSampler
+from trl.trainer.utils import RepeatSampler, get_config_model_id
 
 from trl_qurl.quantization.checkpoint import CheckpointWriter
 from trl_qurl.quantization.checkpoint_form import NamedTensors, plain_model
+from trl_qurl.quantization.plan import Formats, format_name, make_plan, require_formats
 from trl_qurl.quantization.storage import check_replaceable, set_dtype, write_atomically
 from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.adapter import adapter_rank, adapter_tensors, engine_rank, write_adapter
 from trl_qurl.rollout.backend import QuantizedVLLMGeneration
 from trl_qurl.rollout.recovery import raise_everywhere
-from trl_qurl.rollout.routes import Route
+from trl_qurl.trainers.model_card import quantized_card
 
 logger = get_logger(__name__)  # logs in the main process only
 
@@ -56,29 +59,46 @@ which batch comes next.
 Part = TypeVar("Part")
 
 
-def write_quantized(
-    generation: QuantizedVLLMGeneration,
-    path: Path,
-    weights: WeightStream,
-    card: Callable[[int], ModelCard],
-    route: Route | None = None,
-) -> None:
-    """Write a quantized checkpoint of the policy, whose tensors `weights` makes.
-
-    With the `route` of an adapter that rollouts kept separate, it stays so beside their frozen
-    base; otherwise adapters are merged. `card` makes the card, from the rank of a separate adapter
-    or 0. A collective operation.
-    """
-
-    def check() -> None:
-        if PartialState().is_main_process:
-            check_replaceable(path)
-
-    raise_everywhere(check)
-    if route is None:
-        write_merged(generation, path, weights, card)
+def save_quantized(
+    trainer: Any,
+    output_dir: str | os.PathLike[str] | None,
+    formats: Formats,
+    ignore: Collection[str] | None,
+    merge: bool,
+) -> Path:
+    """Do what a trainer's `save_quantized` says. A collective operation."""
+    args = trainer.args
+    if formats is None:
+        formats = args.rollout_quantization
+    formats = require_formats(formats, "formats")
+    if ignore is None:
+        ignore = args.quantization_ignore
+    ignore = [ignore] if isinstance(ignore, str) else list(ignore)
+    if output_dir is None:
+        run = Path(args.output_dir).absolute()
+        path = run.with_name(f"{run.name}-{format_name(formats)}")
     else:
-        write_base_and_adapter(generation, path, weights, card, route)
+        path = Path(output_dir)
+    is_main = PartialState().is_main_process
+    raise_everywhere(lambda: check_replaceable(path) if is_main else None)
+    generation = trainer.vllm_generation
+    weights = generation.weights
+    # As text, because the order of patterns matters.
+    has_same_formats = str(formats) == str(args.rollout_quantization)
+    is_rollouts = has_same_formats and ignore == args.quantization_ignore
+    if not is_rollouts:
+        # A new stream raises in every process or in none. It is not smoothed: nobody has seen its
+        # activations.
+        weights = WeightStream(generation.model, make_plan(generation.model, formats, ignore))
+    start = get_config_model_id(trainer.model.config)
+    hub_name = trainer.hub_model_id or args.hub_model_id
+    base = start if start and not Path(start).is_dir() else None
+    card = functools.partial(quantized_card, path.name, weights.plan, hub_name, base)
+    if is_rollouts and not merge and not generation.sync.route.is_merged:
+        write_base_and_adapter(generation, path, weights, card)
+    else:
+        write_merged(generation, path, weights, card)
+    return path
 
 
 def write_merged(
@@ -87,7 +107,10 @@ def write_merged(
     weights: WeightStream,
     card: Callable[[int], ModelCard],
 ) -> None:
-    """Write the policy, quantized, with its adapter merged. A collective operation."""
+    """Write the policy, quantized, with its adapter merged. A collective operation.
+
+    `card` makes a card from the rank of a separate adapter, here 0.
+    """
     writer = _writer(generation, weights)
 
     def write_beside(tmp: Path) -> None:
@@ -105,16 +128,15 @@ def write_base_and_adapter(
     path: Path,
     weights: WeightStream,
     card: Callable[[int], ModelCard],
-    route: Route,
 ) -> None:
     """Write the quantized base that the engine started from, and the adapter in a subdirectory.
 
-    A collective operation.
+    `card` makes a card from the adapter's rank. A collective operation.
     """
     model = generation.model
     writer = _writer(generation, weights)
     # The main process alone notices if the base's files are gone.
-    base = raise_everywhere(route.starting_tensors)
+    base = raise_everywhere(generation.sync.route.starting_tensors)
     # Copied, because a launcher may free them again.
     adapter = [(name, tensor.to("cpu", copy=True)) for name, tensor in adapter_tensors(model)]
 
@@ -161,35 +183,33 @@ def save_rollout_state(
     """Write this process's state into a checkpoint directory, complete or not at all."""
     path = checkpoint / STATE_FILE.format(accelerator.process_index)
     checkpoint.mkdir(parents=True, exist_ok=True)
-    shape = {name: getattr(args, name, None) for name in SHAPE}  # RLOO lacks some
-    contents = state | {"processes": accelerator.num_processes, "shape": shape}
+    contents = state | {"shape": _shape(accelerator, args)}
     write_atomically(path, lambda tmp: torch.save(contents, tmp))
+
+
+def _shape(accelerator: Accelerator, args: Any) -> dict[str, Any]:
+    settings = {name: getattr(args, name, None) for name in SHAPE}  # RLOO lacks some
+    return settings | {"processes": accelerator.num_processes}
 
 
 def load_rollout_state(
     checkpoint: Path, accelerator: Accelerator, args: Any
 ) -> dict[str, Any] | None:
-    """Read this process's state, without a rollout of another shape.
-
-    `None` if it is missing, or of another number of processes.
-    """
+    """Read this process's state, without a rollout of another shape; `None` if one is missing."""
     path = checkpoint / STATE_FILE.format(accelerator.process_index)
     if not all(gather_object([path.exists()])):
         return None  # processes without a file would start over, and the others would not
     # Load via the CPU: torch cannot load directly to "cpu:0", the device of processes in a
     # distributed CPU run.
     state = torch.load(path, map_location="cpu", weights_only=True)
-    changed = [name for name, value in state["shape"].items() if value != getattr(args, name, None)]
+    shape = _shape(accelerator, args)
+    changed = [name for name, value in state["shape"].items() if value != shape[name]]
     if changed:
         logger.warning(
             f"This run generates a new rollout instead of the checkpoint's: {', '.join(changed)} "
             "changed."
         )
         state |= {"step": 0, "batches": None}
-    if state["processes"] != accelerator.num_processes:
-        # Processes with a file would continue the rollout and draws of prompts, and those without
-        # start over.
-        return None
     return send_to_device(state, accelerator.device)
 
 

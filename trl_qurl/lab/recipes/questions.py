@@ -201,14 +201,14 @@ def checkpoint_to_resume(requested: str | bool | None, output_dir: str) -> Path 
     `true` without a checkpoint is an error, because starting over would replace the log and policy
     in `output_dir`.
     """
-    from trl_qurl.trainers.resuming import check_complete, last_complete_checkpoint
+    from trl_qurl.trainers.checks.resuming import complete_checkpoint
 
     match str(requested).lower():
         case "none" | "false":
             return None
         case "true":
-            return last_complete_checkpoint(output_dir)
-    return check_complete(str(requested))
+            return complete_checkpoint(True, output_dir)
+    return complete_checkpoint(str(requested), output_dir)
 
 
 def learn(trainer: Trainer, checkpoint: Path | None) -> None:

@@ -1,0 +1,18 @@
+"""What an error of a reward function, or of TRL about what it returned, leaves out."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def explained_rewards(names: list[str]) -> Iterator[None]:
+    """Add to an error inside the block what TRL passes to reward functions and takes from them."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(
+            f"Reward functions ({', '.join(names)}) are given the columns of the dataset by name, "
+            "and with remove_unused_columns=True none, so accept **kwargs for the rest. They "
+            "return a number, or None, per completion."
+        )
+        raise
