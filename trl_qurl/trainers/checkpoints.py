@@ -17,7 +17,7 @@ from trl_qurl.quantization.plan import Formats, format_name, make_plan, require_
 from trl_qurl.quantization.storage import set_dtype
 from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.backend import QuantizedVLLMGeneration
-from trl_qurl.rollout.recovery import raise_everywhere
+from trl_qurl.rollout.group import TOGETHER
 from trl_qurl.rollout.substitution import substitute
 from trl_qurl.trainers.callbacks import RunLogCallback, SavingBetweenSteps
 from trl_qurl.trainers.model_card import add_rollouts, quantized_card
@@ -106,7 +106,7 @@ class CheckpointsMixin(TRLTrainer):
             return
         policy = self.accelerator.unwrap_model(self.model)
         is_reader = self.is_world_process_zero()
-        raise_everywhere(lambda: check_loaded("policy", policy, checkpoint, is_reader))
+        TOGETHER.run(lambda: check_loaded("policy", policy, checkpoint, is_reader))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the whole policy, as the parent does, to `output_dir` or the run's own directory."""

@@ -14,9 +14,9 @@ import torch
 from trl import GRPOConfig, RLOOConfig
 
 from trl_qurl.rollout.backend import QuantizedVLLMGeneration
+from trl_qurl.rollout.group import TOGETHER
 from trl_qurl.rollout.mismatch import MismatchTally
 from trl_qurl.rollout.prompts import check_special_tokens
-from trl_qurl.rollout.recovery import raise_everywhere
 from trl_qurl.rollout.substitution import substitute
 from trl_qurl.trainers.arguments import (
     applies_uaq,
@@ -131,7 +131,7 @@ class QuantizedEngineMixin(CheckpointsMixin):
         check_full_precision(model, quantization, args.model_init_kwargs or {})
         check_adapter(model, arguments.get("peft_config"))
         directory = Path(args.output_dir or ".")
-        raise_everywhere(lambda: check_unused(directory) if args.process_index == 0 else None)
+        TOGETHER.from_main(lambda: check_unused(directory))
 
     def _before_start(self) -> None:
         """Check the model, the tokenizer and the data, which TRL has loaded by now."""

@@ -25,7 +25,7 @@ from trl_qurl.quantization.storage import check_replaceable, set_dtype, write_at
 from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.adapter import adapter_rank, adapter_tensors, engine_rank, write_adapter
 from trl_qurl.rollout.backend import QuantizedVLLMGeneration
-from trl_qurl.rollout.recovery import raise_everywhere
+from trl_qurl.rollout.group import TOGETHER
 from trl_qurl.rollout.routes import Route
 
 logger = get_logger(__name__)  # logs in the main process only
@@ -69,12 +69,7 @@ def write_quantized(
     base; otherwise adapters are merged. `card` makes the card, from the rank of a separate adapter
     or 0. A collective operation.
     """
-
-    def check() -> None:
-        if PartialState().is_main_process:
-            check_replaceable(path)
-
-    raise_everywhere(check)
+    TOGETHER.from_main(lambda: check_replaceable(path))
     if route is None:
         write_merged(generation, path, weights, card)
     else:
@@ -114,7 +109,7 @@ def write_base_and_adapter(
     model = generation.model
     writer = _writer(generation, weights)
     # The main process alone notices if the base's files are gone.
-    base = raise_everywhere(route.starting_tensors)
+    base = TOGETHER.run(route.starting_tensors)
     # Copied, because a launcher may free them again.
     adapter = [(name, tensor.to("cpu", copy=True)) for name, tensor in adapter_tensors(model)]
 
@@ -152,7 +147,7 @@ def read_in_main_process(parts: Iterable[Part], read: Callable[[Iterator[Part]],
         else:
             skip()
 
-    raise_everywhere(read_or_skip, join=skip)
+    TOGETHER.run(read_or_skip, join=skip)
 
 
 def save_rollout_state(
