@@ -26,6 +26,7 @@ from trl_qurl.rollout.checks.tensors import base_digests
 from trl_qurl.rollout.directory import CheckpointFolder
 from trl_qurl.rollout.engine.launch import starting_checkpoint
 from trl_qurl.rollout.errors import SyncError
+from trl_qurl.rollout.group import APART, TOGETHER
 from trl_qurl.rollout.preparation import choose_adapter
 from trl_qurl.rollout.routes import AdapterRoute
 
@@ -89,7 +90,7 @@ def test_policies_without_exactly_one_lora_adapter():
 
 def test_a_second_adapter_that_becomes_active_is_named_at_the_next_sync():
     model = adapted()
-    route = AdapterRoute(model, stream_of(model, SCHEMES["int8"]), is_served=False)
+    route = AdapterRoute(model, stream_of(model, SCHEMES["int8"]), APART)
     assert next(route.tensors())
     model.add_adapter("second", LoraConfig(r=2, target_modules=["v_proj"]))
     model.base_model.set_adapter(["default", "second"])
@@ -269,7 +270,7 @@ def test_a_server_of_the_same_model_has_the_same_base(scheme, dtype, head, tmp_p
         folder = CheckpointFolder(
             Accelerator(cpu=True), writer, str(tmp_path / "rollouts"), 0, is_served=True
         )
-        route = AdapterRoute(policy, weights, True, folder, rounds_base=True)
+        route = AdapterRoute(policy, weights, TOGETHER, folder, rounds_base=True)
         route.attach(None, "bfloat16")
         return route
 

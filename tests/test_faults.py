@@ -25,7 +25,7 @@ from support.deployment import (
 from support.disks import mounted
 from tiny import tiny_model
 
-from trl_qurl.rollout import recovery
+from trl_qurl.rollout import group
 from trl_qurl.rollout.engine.served import ServedEngine
 from trl_qurl.rollout.errors import ServerError, ServerLostError, SyncError
 from trl_qurl.trainers.run_log import check_unused
@@ -67,7 +67,7 @@ def test_not_up_yet_is_waited_for(deployment, caplog):
 
 def test_hangs_too_long(deployment, monkeypatch):
     deployment.up()
-    monkeypatch.setattr(recovery, "MAX_RECOVERIES", 0)
+    monkeypatch.setattr(group, "MAX_RECOVERIES", 0)
     trainer = deployment.trainer(vllm_request_timeout=10.0)
     trainer.add_callback(at_step(2, functools.partial(deployment.hang, 12.0)))
     started = time.monotonic()

@@ -20,6 +20,7 @@ from trl_qurl.quantization import SCHEMES, write_checkpoint
 from trl_qurl.quantization.merging import model_parameters
 from trl_qurl.quantization.storage import check_replaceable
 from trl_qurl.rollout.backend import QuantizedVLLMGeneration
+from trl_qurl.rollout.group import APART
 from trl_qurl.rollout.routes import AdapterRoute
 from trl_qurl.trainers.engine import QuantizedEngineMixin
 from trl_qurl.trainers.saving import read_in_main_process
@@ -221,7 +222,7 @@ def processes(monkeypatch):
             yield is_main
         assert sent == [], "one of them did not wait for the other"
 
-    monkeypatch.setattr("trl_qurl.rollout.recovery.broadcast_object_list", broadcast)
+    monkeypatch.setattr("trl_qurl.rollout.group.broadcast_object_list", broadcast)
     return play
 
 
@@ -261,7 +262,7 @@ def trainer(tmp_path):
         model=model,
         weights=weights,
         processing_class=tiny_tokenizer(),
-        sync=SimpleNamespace(route=AdapterRoute(model, weights, is_served=False)),
+        sync=SimpleNamespace(route=AdapterRoute(model, weights, APART)),
     )
     return trainer
 

@@ -23,6 +23,7 @@ from trl_qurl.quantization.smoothing import LARGEST_SCALE, can_smooth, fitted_sc
 from trl_qurl.quantization.storage import read_tensors
 from trl_qurl.rollout.checks.tensors import MeteredStream
 from trl_qurl.rollout.directory import CheckpointFolder
+from trl_qurl.rollout.group import APART
 from trl_qurl.rollout.preparation import prepare_weights
 from trl_qurl.rollout.routes import LLMCompressorRoute
 from trl_qurl.rollout.wire import WeightUpdate
@@ -179,7 +180,7 @@ def test_llmcompressor_rounds_the_weights_that_are_smoothed(family, dtype, tmp_p
     weights = smoothed_stream(model)
     writer = CheckpointWriter(model, None, weights.plan)
     folder = CheckpointFolder(Accelerator(), writer, str(tmp_path), 0, is_served=False)
-    route = LLMCompressorRoute(model, weights, is_served=False, folder=folder)
+    route = LLMCompressorRoute(model, weights, APART, folder)
     received = {}
     engine = SimpleNamespace(
         load_checkpoint=lambda path, update: received.update(read_tensors(path))

@@ -32,6 +32,7 @@ from trl_qurl.rollout.engine import served
 from trl_qurl.rollout.engine.broadcast import Broadcast
 from trl_qurl.rollout.engine.colocated import ColocatedEngine
 from trl_qurl.rollout.errors import ServerError, ServerLostError, SyncError
+from trl_qurl.rollout.group import APART, TOGETHER
 from trl_qurl.rollout.preparation import choose_route
 from trl_qurl.rollout.routes import StreamRoute, stream_metadata
 from trl_qurl.rollout.sync import RolloutCost, WeightSync
@@ -465,7 +466,7 @@ def test_what_a_server_quantizes_is_compared_by_its_checkpoint(scheme, tmp_path)
 def sync_to(client, policy, interval, dtype=None):
     """A sync of a policy to the client's server, with no version to ask for."""
     settings = rollout_settings(INT8, is_served=True, sync_check_interval=interval)
-    route = StreamRoute(policy, stream_of(policy, INT8), is_served=True)
+    route = StreamRoute(policy, stream_of(policy, INT8), TOGETHER)
     sync = WeightSync(route, settings, RolloutCost(), lambda: 0)
     route.attach(client, dtype)
     client.version = lambda: sync.version
@@ -486,7 +487,7 @@ def test_every_stream_is_proven_until_a_gpu_has_shown_that_it_need_not_be(
 def test_a_sync_without_memory_says_what_to_set(monkeypatch):
     policy = tiny_model()
     settings = rollout_settings(INT8, sync_check_interval=0)
-    route = StreamRoute(policy, stream_of(policy, INT8), is_served=False)
+    route = StreamRoute(policy, stream_of(policy, INT8), APART)
     sync = WeightSync(route, settings, RolloutCost(), lambda: 0)
 
     def send(*_):

@@ -201,7 +201,7 @@ def plant(case: Case) -> None:
     """Faults of ours, one at a time, each in one process."""
     parameters, require = routes.model_parameters, sync.WeightSync.require_version
     planted = {
-        "an error is kept": (False, "routes.raise_everywhere", lambda act, *rest, **join: act(), 1),
+        "an error is kept": (False, "group.Together.run", lambda self, act, *join: act(), 1),
         "a tensor is not read": (
             False,
             "routes.model_parameters",

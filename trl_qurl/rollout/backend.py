@@ -28,6 +28,7 @@ from trl_qurl.rollout.directory import CheckpointFolder
 from trl_qurl.rollout.engine import colocated
 from trl_qurl.rollout.engine.randomness import EngineNoise
 from trl_qurl.rollout.engine.served import ServedEngine
+from trl_qurl.rollout.group import APART, TOGETHER
 from trl_qurl.rollout.preparation import (
     RolloutSettings,
     choose_adapter,
@@ -36,7 +37,6 @@ from trl_qurl.rollout.preparation import (
     round_frozen_base,
 )
 from trl_qurl.rollout.prompts import check_room, check_tokens
-from trl_qurl.rollout.recovery import from_main_process, raise_everywhere, recover
 from trl_qurl.rollout.repairs.finalizer import release_when_deleted
 from trl_qurl.rollout.repairs.image_prompts import as_plain, check_seen
 from trl_qurl.rollout.results import Completions, named
@@ -126,16 +126,15 @@ class QuantizedVLLMGeneration(VLLMGeneration):
                 "FSDP 1 does not expose single matrices to quantize: set fsdp_version to 2."
             )
         self.weights = prepare_weights(self.model, self.rollout, self.accelerator, self._prompts)
-        if self.rollout.is_served:
+        self.group = TOGETHER if self.rollout.is_served else APART
+        if self.group.is_shared:
             engine, route = self._connect()
         else:
             engine, route = self._start_colocated()
         # Not the base of an adapter that is sent alone: a server has codes of the exact one.
         if is_peft_model(self.model) and route.is_merged:
             round_frozen_base(self.model, self.weights.grid)
-        description: EngineDescription = from_main_process(
-            lambda: engine.describe() if engine else None, route.is_served
-        )
+        description: EngineDescription = self.group.from_main(lambda: engine.describe())
         if description.kv_cache_dtype in FP8_CACHES and has_large_keys(self.model):
             logger.warning(LARGE_KEYS.format(description.kv_cache_dtype))
         self.context = description.max_model_len
@@ -143,7 +142,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         route.attach(engine, description.dtype)
         self.sync = WeightSync(route, self.rollout, self.cost, self._global_step)
 
-    def _connect(self) -> tuple[Engine | None, Route]:
+    def _connect(self) -> tuple[Any, Route]:
         """Connect the main process to the server. Return its engine, and every process's route."""
         client = functools.partial(
             self._engine_class,
@@ -152,12 +151,12 @@ class QuantizedVLLMGeneration(VLLMGeneration):
             request_timeout=self.rollout.request_timeout,
         )
         with substitute(vllm_generation, "VLLMClient", client):
-            raise_everywhere(super()._init_vllm, join=self.accelerator.wait_for_everyone)
-        engine: ServedEngine | None = self.vllm_client if self.accelerator.is_main_process else None
-        name: str = from_main_process(lambda: self._choose_route(engine) if engine else None)
+            self.group.run(super()._init_vllm, join=self.accelerator.wait_for_everyone)
+        engine: Any = self.vllm_client if self.accelerator.is_main_process else None
+        name = self.group.from_main(lambda: self._choose_route(engine))
         if name == "stream":
             device = self.accelerator.device
-            raise_everywhere(lambda: engine.open_stream(device) if engine else None)
+            self.group.from_main(lambda: engine.open_stream(device))
         return engine, self._make_route(name)
 
     def _start_colocated(self) -> tuple[Engine, Route]:
@@ -234,7 +233,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         rollout = self.rollout
         weights = self.weights
         needs_own_start = weights.plan.schemes or not self.model.name_or_path or name == "adapter"
-        starts_here = not rollout.is_served and bool(needs_own_start)
+        starts_here = not self.group.is_shared and bool(needs_own_start)
         # How many at a time: one that is being written, and one that the engine may still read.
         checkpoints = 2
         if name == "stream":
@@ -247,19 +246,19 @@ class QuantizedVLLMGeneration(VLLMGeneration):
                 CheckpointWriter(plain_model(self.model), self.processing_class, weights.plan),
                 rollout.checkpoint_dir,
                 checkpoints * weights.nbytes(),
-                rollout.is_served,
+                self.group.is_shared,
             )
         folder = None if name == "stream" else self._folder
-        return ROUTES[name](self.model, weights, rollout.is_served, folder, rollout.round_base)
+        return ROUTES[name](self.model, weights, self.group, folder, rollout.round_base)
 
     def sync_weights(self) -> None:
         """Send the policy's current weights to the engine. A collective operation."""
-        if self.enable_sleep_mode and not self.rollout.is_served:
+        if self.enable_sleep_mode and not self.group.is_shared:
             # As the parent does: loading into unmapped memory crashes on some devices.
             vllm_generation.empty_cache()
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
-        recover(self.sync.push, self._reconnect)
+        self.group.recover(self.sync.push, self._reconnect)
 
     def policy_parameters(self) -> Tensors:
         """Yield what a sync sends, before it is quantized. Collective: read to the end."""
@@ -277,17 +276,17 @@ class QuantizedVLLMGeneration(VLLMGeneration):
 
     def generate_from_sent(self, *args: Any, **kwargs: Any) -> Completions:
         """Generate as the parent does, from the weights of this run's last sync."""
-        return recover(functools.partial(self._generate, args, kwargs), self._reconnect)
+        return self.group.recover(functools.partial(self._generate, args, kwargs), self._reconnect)
 
     def _generate(self, args: tuple, kwargs: dict[str, Any], is_repeated: bool) -> Completions:
         if is_repeated:
             self.sync.push(is_repeated=True)
-        raise_everywhere(self.sync.require_version, self.rollout.is_served)
+        self.group.run(self.sync.require_version)
         synced_before = self.cost.sync_s
         with self.cost.timed("generate_s"):
-            result = raise_everywhere(lambda: self._sample(*args, **kwargs), self.rollout.is_served)
+            result = self.group.run(lambda: self._sample(*args, **kwargs))
             # A server that restarted in the meantime answered from other weights.
-            raise_everywhere(self.sync.require_version, self.rollout.is_served)
+            self.group.run(self.sync.require_version)
         self.cost.generate_s -= self.cost.sync_s - synced_before  # in sleep mode, the parent syncs
         self.cost.tokens += sum(len(completion) for completion in result.completion_ids)
         return result
@@ -310,7 +309,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
     ) -> Completions:
         has_images = images is not None
         self._check_prompts(prompts, has_images)
-        expands = has_images and not self.rollout.is_served
+        expands = has_images and not self.group.is_shared
         sent = prompts
         if expands:
             sent = [as_plain(prompt, self.plain_prompts) for prompt in prompts]
@@ -320,7 +319,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
                     prompts=sent, images=images, num_generations=num_generations, **kwargs
                 )
         except Exception:
-            if self.rollout.is_served and self.accelerator.is_main_process:
+            if self.group.is_shared and self.accelerator.is_main_process:
                 # The other processes wait for the completions, inside the parent's method.
                 broadcast_object_list([Completions([], [], [], [])], from_process=0)
             raise

@@ -25,7 +25,7 @@ from accelerate.utils import gather_object
 
 from trl_qurl.quantization.checkpoint import CheckpointWriter
 from trl_qurl.quantization.checkpoint_form import NamedTensors
-from trl_qurl.rollout.recovery import raise_everywhere
+from trl_qurl.rollout.group import TOGETHER
 
 LOCK_SUFFIX = ".lock"
 
@@ -103,7 +103,7 @@ class CheckpointFolder:
             if self.is_writer:
                 self._directory = CheckpointDirectory(parent, nbytes)
 
-        raise_everywhere(create)
+        TOGETHER.run(create)
         own_path = None if self._directory is None else self._directory.path
         paths: list[Path] = gather_object([own_path])
         self.path = paths[writing_process]
@@ -132,7 +132,7 @@ class CheckpointFolder:
                 self._directory.restore()
                 save(rollout_tensors, path)
 
-        raise_everywhere(act, join=drain)
+        TOGETHER.run(act, join=drain)
         self._accelerator.wait_for_everyone()
         return path
 

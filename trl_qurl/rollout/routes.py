@@ -25,7 +25,7 @@ from trl_qurl.rollout.adapter import adapter_obstacle, adapter_tensors, write_ad
 from trl_qurl.rollout.checks.tensors import MeteredStream, base_digests
 from trl_qurl.rollout.directory import CheckpointFolder
 from trl_qurl.rollout.errors import SyncError
-from trl_qurl.rollout.recovery import raise_everywhere
+from trl_qurl.rollout.group import Together
 from trl_qurl.rollout.substitution import substitute
 from trl_qurl.rollout.wire import Engine, TensorMetadata, WeightUpdate
 
@@ -36,12 +36,12 @@ class Route(ABC):
 
     model: Any
     weights: WeightStream  # of this model
-    is_served: bool  # whether the engine is a server, which only the main process talks to
+    group: Together  # the processes at this end of the route
     folder: CheckpointFolder | None = None  # of the files that the engine loads
     # whether the trainer computes with a frozen base's rounded values as well
     rounds_base: bool = False
-    # `None` where only the main process talks to a server
-    engine: Engine | None = field(init=False, default=None)
+    # an `Engine`; `None` outside the main process if the group shares one
+    engine: Any = field(init=False, default=None)
     # of unquantized tensors; `None` does not cast them
     dtype: torch.dtype | None = field(init=False, default=None)
 
@@ -74,7 +74,7 @@ class StreamRoute(Route):
     """A stream, read in this process by a colocated engine, or received over NCCL by a server."""
 
     def send(self, update: WeightUpdate, stream: MeteredStream) -> None:  # noqa: D102
-        if self.is_served:
+        if self.group.is_shared:
             update = update._replace(metadata=stream_metadata(self.weights, self.dtype))
         # The other processes gather with this one until the end.
         drain: Callable[[], object] = functools.partial(deque, stream, maxlen=0)
@@ -84,7 +84,7 @@ class StreamRoute(Route):
                 self.engine.load_stream(stream, update)
             drain()
 
-        raise_everywhere(load, self.is_served, drain)
+        self.group.run(load, drain)
 
 
 class CheckpointRoute(Route):
@@ -97,17 +97,15 @@ class CheckpointRoute(Route):
         # A retry after a fault reuses the name, because a server that only hung may still read from
         # that path.
         path = self._write(f"sync-{self._sent + 1}", stream)
-        raise_everywhere(
-            lambda: self._load(self.engine, path, update) if self.engine else None, self.is_served
-        )
+        self.group.from_main(lambda: self._load(path, update))
         self.folder.remove(f"sync-{self._sent}")
         self._sent += 1
 
     def _write(self, name: str, stream: MeteredStream) -> Path:
         return self.folder.write(name, stream)
 
-    def _load(self, engine: Engine, path: Path, update: WeightUpdate) -> None:
-        engine.load_checkpoint(path, update)
+    def _load(self, path: Path, update: WeightUpdate) -> None:
+        self.engine.load_checkpoint(path, update)
 
 
 class LLMCompressorRoute(CheckpointRoute):
@@ -157,9 +155,11 @@ class AdapterRoute(CheckpointRoute):
         if self.rounds_base:
             started = self.folder.path / "start"  # by a colocated engine
             self.checkpoint = (
-                self.folder.write("start", self.starting_tensors()) if self.is_served else started
+                self.folder.write("start", self.starting_tensors())
+                if self.group.is_shared
+                else started
             )
-        if self.is_served:
+        if self.group.is_shared:
             tensors = self.starting_tensors()
             if PartialState().is_main_process:
                 self.digests = base_digests(tensors, engine_dtype)
@@ -168,10 +168,7 @@ class AdapterRoute(CheckpointRoute):
             round_base(self.model.get_base_model(), self.weights.plan, engine_dtype)
 
     def check_base(self) -> None:  # noqa: D102
-        if self.is_served:
-            raise_everywhere(
-                lambda: self.engine.check_base(self.digests or {}) if self.engine else None
-            )
+        self.group.from_main(lambda: self.engine.check_base(self.digests or {}))
 
     def tensors(self) -> Tensors:  # noqa: D102
         obstacle = adapter_obstacle(self.model)  # since the start
@@ -182,8 +179,8 @@ class AdapterRoute(CheckpointRoute):
     def _write(self, name: str, stream: MeteredStream) -> Path:
         return self.folder.write(name, stream, functools.partial(write_adapter, self.model))
 
-    def _load(self, engine: Engine, path: Path, update: WeightUpdate) -> None:
-        engine.load_adapter(path, update)
+    def _load(self, path: Path, update: WeightUpdate) -> None:
+        self.engine.load_adapter(path, update)
 
 
 ROUTES: dict[str, Callable[..., Route]] = {

@@ -40,7 +40,6 @@ from trl_qurl.rollout.checks.tensors import (
 from trl_qurl.rollout.cost import RolloutCost
 from trl_qurl.rollout.errors import ServerError, SyncError
 from trl_qurl.rollout.preparation import RolloutSettings
-from trl_qurl.rollout.recovery import raise_everywhere
 from trl_qurl.rollout.routes import Route
 from trl_qurl.rollout.wire import FRESH, WeightUpdate
 
@@ -84,7 +83,7 @@ class WeightSync:
         """
         route = self.route
         # An engine in this process is handed the tensors themselves: its digests would be of ours.
-        travels = route.is_served or route.folder is not None
+        travels = route.group.is_shared or route.folder is not None
         has_digests = travels and (self.settings.sync_check_interval > 0 or is_repeated)
         if route.weights.smoothing is not None and not is_repeated:
             route.weights.smoothing.begin_sync()
@@ -100,7 +99,7 @@ class WeightSync:
             try:
                 self._send(has_digests)
             except torch.OutOfMemoryError as error:
-                if not route.is_served:
+                if not route.group.is_shared:
                     error.add_note(MEMORY_ADVICE)
                 raise
             if torch.accelerator.is_available():
@@ -117,7 +116,7 @@ class WeightSync:
             return False
         # Digests would hide a race between a receiver's streams, and NCCL has not shown on a GPU
         # that there is none.
-        is_nccl = self.route.is_served and self.route.folder is None
+        is_nccl = self.route.group.is_shared and self.route.folder is None
         return is_nccl or self._count % interval == 0
 
     def _send(self, has_digests: bool) -> None:
@@ -128,7 +127,9 @@ class WeightSync:
         # what it received.
         is_source = route.engine is not None and (route.folder is None or route.folder.is_writer)
         stream = MeteredStream(tensors, {} if has_digests and is_source else None)
-        noise = f"seed{self.settings.seed}-step{self.global_step()}" if route.is_served else None
+        noise = None
+        if route.group.is_shared:
+            noise = f"seed{self.settings.seed}-step{self.global_step()}"
         route.send(WeightUpdate(self.version, has_digests, noise=noise), stream)
 
         def verify() -> None:
@@ -137,7 +138,7 @@ class WeightSync:
                 self.cost.check_s += route.engine.compare_digests(stream.digests)
             self.require_version()
 
-        raise_everywhere(verify, route.is_served)
+        route.group.run(verify)
         self.cost.quantize_s += stream.source_s
         self.cost.check_s += stream.digest_s
         self.cost.sent_bytes += stream.nbytes

@@ -14,7 +14,7 @@ from transformers import (
 
 from trl_qurl.quantization.uaq import recorded_scale, scale_model_
 from trl_qurl.rollout.backend import Samples
-from trl_qurl.rollout.recovery import raise_everywhere
+from trl_qurl.rollout.group import TOGETHER
 from trl_qurl.trainers.run_log import RUN_LOG, append_row, begin_log, end_log
 
 
@@ -109,14 +109,9 @@ class RunLogCallback(TrainerCallback):
             **self._settings,
         }
         path = Path(args.output_dir or ".") / RUN_LOG
-
-        def begin() -> None:
-            if state.is_world_process_zero:
-                begin_log(path, settings, state.log_history)
-
+        TOGETHER.from_main(lambda: begin_log(path, settings, state.log_history))
         if state.is_world_process_zero:
             self._path = path
-        raise_everywhere(begin)
 
     def on_log(
         self,

@@ -28,7 +28,7 @@ from trl_qurl.quantization.storage import check_replaceable, set_dtype, write_at
 from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.adapter import adapter_rank, adapter_tensors, engine_rank, write_adapter
 from trl_qurl.rollout.backend import QuantizedVLLMGeneration
-from trl_qurl.rollout.recovery import raise_everywhere
+from trl_qurl.rollout.group import TOGETHER
 from trl_qurl.trainers.model_card import quantized_card
 
 logger = get_logger(__name__)  # logs in the main process only
@@ -79,8 +79,7 @@ def save_quantized(
         path = run.with_name(f"{run.name}-{format_name(formats)}")
     else:
         path = Path(output_dir)
-    is_main = PartialState().is_main_process
-    raise_everywhere(lambda: check_replaceable(path) if is_main else None)
+    TOGETHER.from_main(lambda: check_replaceable(path))
     generation = trainer.vllm_generation
     weights = generation.weights
     # As text, because the order of patterns matters.
@@ -136,7 +135,7 @@ def write_base_and_adapter(
     model = generation.model
     writer = _writer(generation, weights)
     # The main process alone notices if the base's files are gone.
-    base = raise_everywhere(generation.sync.route.starting_tensors)
+    base = TOGETHER.run(generation.sync.route.starting_tensors)
     # Copied, because a launcher may free them again.
     adapter = [(name, tensor.to("cpu", copy=True)) for name, tensor in adapter_tensors(model)]
 
@@ -174,7 +173,7 @@ def read_in_main_process(parts: Iterable[Part], read: Callable[[Iterator[Part]],
         else:
             skip()
 
-    raise_everywhere(read_or_skip, join=skip)
+    TOGETHER.run(read_or_skip, join=skip)
 
 
 def save_rollout_state(

@@ -5,8 +5,8 @@ from typing import Any
 
 from transformers import PreTrainedModel, TrainingArguments
 
+from trl_qurl.rollout.group import TOGETHER
 from trl_qurl.rollout.prompts import check_special_tokens
-from trl_qurl.rollout.recovery import raise_everywhere
 from trl_qurl.trainers.arguments import check_adapter, check_full_precision
 from trl_qurl.trainers.callbacks import RolloutCallback
 from trl_qurl.trainers.run_log import check_unused
@@ -22,7 +22,7 @@ class PolicyCheck(RolloutCallback):
         check_full_precision(model, quantization, args.model_init_kwargs or {})
         check_adapter(model, arguments.get("peft_config"))
         directory = Path(args.output_dir or ".")
-        raise_everywhere(lambda: check_unused(directory) if args.process_index == 0 else None)
+        TOGETHER.from_main(lambda: check_unused(directory))
 
     def on_models(self) -> None:
         """Raise for a frozen policy, or a tokenizer that is not the model's."""

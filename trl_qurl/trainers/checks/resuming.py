@@ -21,7 +21,7 @@ from trl_qurl.quantization.checkpoint_form import CheckpointForm, NamedTensors
 from trl_qurl.quantization.merging import model_parameters
 from trl_qurl.quantization.storage import read_tensors
 from trl_qurl.rollout.checks.tensors import differences, tensor_digest
-from trl_qurl.rollout.recovery import raise_everywhere
+from trl_qurl.rollout.group import TOGETHER
 from trl_qurl.trainers.resuming import ADAPTER_FILE, is_sharded, saved_adapters
 
 logger = get_logger(__name__)  # logs in the main process only
@@ -110,7 +110,7 @@ def check_policy(trainer: Any, checkpoint: Path) -> None:
     if is_sharded(trainer.accelerator):
         return
     policy = trainer.accelerator.unwrap_model(trainer.model)
-    raise_everywhere(lambda: check_loaded("policy", policy, checkpoint))
+    TOGETHER.run(lambda: check_loaded("policy", policy, checkpoint))
 
 
 def check_loaded(what: str, model: PreTrainedModel, directory: Path) -> None:
