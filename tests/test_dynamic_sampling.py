@@ -16,7 +16,7 @@ from support.building import build, reward, settings_of
 from support.training import metrics_by_step
 
 from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
-from trl_qurl.trainers.arguments import check_arguments
+from trl_qurl.trainers.checks.arguments import check_arguments
 from trl_qurl.trainers.dynamic_sampling import (
     PromptStream,
     TriedRows,
@@ -267,7 +267,7 @@ def test_what_it_cannot_work_with_is_refused(tmp_path):
 
     check(arguments())
     check(arguments(), "len_reward")
-    with pytest.raises(ValueError, match="streaming=False"):
+    with pytest.raises(ValueError, match="a streaming dataset"):
         check(arguments(train_dataset=Dataset.from_list(ROWS).to_iterable_dataset()))
     for name in ("tools", "rollout_func", "environment_factory"):
         with pytest.raises(ValueError, match=name):

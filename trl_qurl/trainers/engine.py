@@ -18,13 +18,7 @@ from trl_qurl.rollout.mismatch import MismatchTally
 from trl_qurl.rollout.prompts import check_special_tokens
 from trl_qurl.rollout.recovery import raise_everywhere
 from trl_qurl.rollout.substitution import substitute
-from trl_qurl.trainers.arguments import (
-    applies_uaq,
-    check_adapter,
-    check_full_precision,
-    checked_config,
-    rollout_settings,
-)
+from trl_qurl.trainers.arguments import applies_uaq, checked_config, rollout_settings
 from trl_qurl.trainers.callbacks import (
     RunLogCallback,
     SavingBetweenSteps,
@@ -32,6 +26,7 @@ from trl_qurl.trainers.callbacks import (
     UpdateAwareQuantizationCallback,
 )
 from trl_qurl.trainers.checkpoints import CheckpointsMixin
+from trl_qurl.trainers.checks.arguments import check_adapter, check_full_precision
 from trl_qurl.trainers.guard import MismatchGuard
 from trl_qurl.trainers.learning import LearningWatch, check_trainable
 from trl_qurl.trainers.listed_tokens import warn_of_cuts
@@ -81,7 +76,7 @@ class QuantizedEngineMixin(CheckpointsMixin):
         signature = inspect.signature(super().__init__)
         arguments = dict(signature.bind_partial(*positional, **kwargs).arguments)
         arguments |= arguments.pop("kwargs", {})  # some trainers leave the rest to their parent
-        args = checked_config(type(self), arguments.get("args"), arguments.get("model"))
+        args = checked_config(type(self), arguments.get("args"))
         arguments["args"] = args
         self._before_engine(args, arguments)
         self._step_timer = StepTimer()
@@ -126,15 +121,13 @@ class QuantizedEngineMixin(CheckpointsMixin):
 
     def _before_engine(self, args: Any, arguments: dict[str, Any]) -> None:
         """Check the constructor's arguments, by TRL's names, before the engine's slow start."""
-        model = arguments["model"]
-        quantization = arguments.get("quantization_config")
-        check_full_precision(model, quantization, args.model_init_kwargs or {})
-        check_adapter(model, arguments.get("peft_config"))
+        check_adapter(arguments["model"], arguments.get("peft_config"))
         directory = Path(args.output_dir or ".")
         raise_everywhere(lambda: check_unused(directory) if args.process_index == 0 else None)
 
     def _before_start(self) -> None:
         """Check the model, the tokenizer and the data, which TRL has loaded by now."""
+        check_full_precision(self.model)
         check_trainable(self.model, "The policy")
         if not self._scores_rollouts and isinstance(self.args, GRPOConfig | RLOOConfig):
             warn_of_cuts(self.args, f"{type(self).__name__} computes them itself")

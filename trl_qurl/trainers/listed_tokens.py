@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 from trl.distributed import DistributedBackend
 
-from trl_qurl.config.checks import cutting_settings
+from trl_qurl.config.checks.sampling import cutting_settings
 from trl_qurl.quantization.checkpoint_form import plain_model
 from trl_qurl.rollout.mismatch import valid_logps
 

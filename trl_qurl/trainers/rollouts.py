@@ -32,7 +32,7 @@ from trl_qurl.rollout.mismatch import MismatchTally
 from trl_qurl.rollout.prompts import check_room
 from trl_qurl.rollout.repairs.image_prompts import plain_prompts
 from trl_qurl.trainers import listed_tokens
-from trl_qurl.trainers.arguments import check_arguments
+from trl_qurl.trainers.checks.arguments import check_arguments
 from trl_qurl.trainers.dynamic_sampling import named_rewards
 from trl_qurl.trainers.engine import QuantizedEngineMixin
 from trl_qurl.trainers.prompts import LongestPrompt, measure_prompts

@@ -1,0 +1,1 @@
+"""Checks: nobody has to open this room to understand training."""
