@@ -17,14 +17,15 @@ from accelerate.utils import ParallelismConfig
 from conftest import needs_vnni
 from documents import ROOT, rows
 from peft import LoraConfig
-from support.building import build, settings_of
-from tiny import tiny_model
+from support.building import STARTED, build, settings_of, start_no_engine
+from tiny import tiny_model, tiny_tokenizer
 from tiny_vision import vision_processor
-from transformers import BitsAndBytesConfig, TrainingArguments
+from transformers import CompressedTensorsConfig, TrainingArguments
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.generation import vllm_generation
 
 from trl_qurl import QuRLGRPOTrainer, QuRLPPOTrainer
+from trl_qurl.quantization import write_checkpoint
 
 TESTS = Path(__file__).parent
 PAGE = ROOT / "tests" / "features.md"
@@ -373,15 +374,15 @@ def test_no_critic_sees(tmp_path):
         build(QuRLPPOTrainer, tmp_path, model=str(tmp_path / "policy"), processing_class=images)
 
 
-@pytest.mark.parametrize("place", ["trainer", "model_init_kwargs", "model"])
-def test_a_model_that_is_loaded_quantized_is_refused(place, tmp_path):
-    quantized = {"quantization_config": BitsAndBytesConfig(load_in_8bit=True)}
-    settings = {"model_init_kwargs": quantized} if place == "model_init_kwargs" else {}
-    given = quantized if place == "trainer" else {}
-    model = "a/model"
-    if place == "model":
-        model = tiny_model()
-        vars(model.config).update(quantized)
-    args = settings_of(QuRLGRPOTrainer, tmp_path, **settings)
-    with pytest.raises(ValueError, match=r"quantized for training \(.*16 bits.*round_base=True"):
-        build(QuRLGRPOTrainer, tmp_path, model=model, args=args, **given)
+def test_a_model_that_is_loaded_quantized_is_refused(tmp_path, monkeypatch):
+    """However it is loaded: here from a checkpoint that is quantized."""
+    monkeypatch.setattr(
+        "trl_qurl.rollout.backend.QuantizedVLLMGeneration._init_vllm", start_no_engine
+    )
+    model = str(tmp_path / "model")
+    write_checkpoint(tiny_model(), tiny_tokenizer(), "int8", model)
+    with pytest.raises(ValueError, match=r"/model, is quantized.*16 bits.*round_base=True"):
+        build(QuRLGRPOTrainer, tmp_path, model=model)
+    as_sixteen_bits = {"quantization_config": CompressedTensorsConfig(dequantize=True)}
+    with pytest.raises(AssertionError, match=STARTED):
+        build(QuRLGRPOTrainer, tmp_path, model=model, **as_sixteen_bits)

@@ -17,7 +17,7 @@ from support.training import metrics_by_step
 
 from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
 from trl_qurl.advantages import weighted_sum
-from trl_qurl.trainers.arguments import check_arguments
+from trl_qurl.trainers.checks.arguments import check_arguments
 from trl_qurl.trainers.dynamic_sampling import PromptStream, informative, row_digest
 
 NAN = math.nan
@@ -257,7 +257,7 @@ def test_what_it_cannot_work_with_is_refused(tmp_path):
 
     check(arguments())
     check(arguments(), "len_reward")
-    with pytest.raises(ValueError, match="streaming=False"):
+    with pytest.raises(ValueError, match="a streaming dataset"):
         check(arguments(train_dataset=Dataset.from_list(ROWS).to_iterable_dataset()))
     for name in ("tools", "rollout_func", "environment_factory"):
         with pytest.raises(ValueError, match=name):

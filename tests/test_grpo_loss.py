@@ -33,7 +33,7 @@ from trl_qurl.config import CLIPPED_LOSS_TYPES
 from trl_qurl.objective import OBJECTIVES
 from trl_qurl.rollout.errors import SyncError
 from trl_qurl.rollout.mismatch import mismatch_metrics, mismatch_sums
-from trl_qurl.trainers.arguments import MERGED
+from trl_qurl.trainers.checks.arguments import MERGED
 from trl_qurl.trainers.checks.guard import MismatchGuard
 from trl_qurl.trainers.checks.learning import LearningWatch
 from trl_qurl.trainers.grpo import has_dropout, noise_settings

@@ -1,11 +1,11 @@
 """QuRLPPOConfig: what it takes over and refuses, and what one completion per prompt leaves on."""
 
 import pytest
-from support.configs import PLAIN, SEVERAL_UPDATES, refusal
+from support.configs import PLAIN, SEVERAL_UPDATES, limited, refusal
 from trl import GRPOConfig
 
-from trl_qurl import QuRLPPOConfig
-from trl_qurl.config.refusals import CRITIC_NUMBERS, WITH_A_CRITIC
+from trl_qurl import QuRLGRPOConfig, QuRLPPOConfig
+from trl_qurl.config.checks.conflicts import WITH_A_CRITIC
 
 
 def config(**settings):
@@ -71,8 +71,13 @@ def test_a_value_that_is_refused_is_named_with_what_is_allowed(name, value, allo
     assert name in message and repr(value) in message and allowed in message
 
 
-def test_every_value_of_the_tables_is_checked():
-    assert CRITIC_NUMBERS.keys() | WITH_A_CRITIC.keys() == {name for name, *_ in VALUES}
+def test_every_limit_is_tried():
+    of_the_critic = limited(QuRLPPOConfig) - limited(QuRLGRPOConfig)
+    assert of_the_critic | WITH_A_CRITIC.keys() == {name for name, *_ in VALUES}
+
+
+def test_a_reward_that_decides_about_groups_is_refused():
+    assert "dynamic_sampling is True" in refusal(QuRLPPOConfig, dynamic_sampling_reward="length")
 
 
 def test_settings_that_are_fine():

@@ -85,45 +85,11 @@ def test_every_trainer_warns(kind):
         ("n", 2, "num_generations"),
         ("seed", 0, "seed setting"),
         ("logprobs", 3, "Remove it"),
-        ("logprob_token_ids", [3], "Remove it"),
     ],
 )
 def test_parameters_that_cannot_work_are_refused(name, value, way_out):
     message = refusal(generation_kwargs={name: value})
     assert f"generation_kwargs sets {name}={value}" in message and way_out in message
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "requirement"),
-    [
-        ("top_k", 1, "makes all completions equal"),
-        ("top_k", None, "two tokens or more"),
-        ("top_k", "5", "two tokens or more"),
-        ("top_k", 5.0, "two tokens or more"),
-        ("top_k", True, "two tokens or more"),
-        ("top_p", 0.0, "a share above 0"),
-        ("min_p", 1.5, "in [0, 1]"),
-        ("temperature", 0, "at least 0.01"),
-        ("repetition_penalty", None, "positive"),
-    ],
-)
-def test_a_parameter_that_replaces_a_setting_has_its_limits(name, value, requirement):
-    message = refusal(generation_kwargs={name: value})
-    assert message.startswith(f"generation_kwargs sets {name}={value!r}, but it must be ")
-    assert requirement in message
-
-
-@pytest.mark.parametrize("stops", [{"stop": ["\n"]}, {"stop_token_ids": [5]}])
-def test_completions_that_stop_are_not_masked_as_truncated(stops):
-    message = refusal(generation_kwargs=stops, mask_truncated_completions=True)
-    assert "mask_truncated_completions=True" in message and "eos_token_id" in message
-
-
-def test_a_critic_does_not_estimate_what_would_follow_a_stop_string():
-    stops = {"generation_kwargs": {"stop": "."}}
-    message = refusal(QuRLPPOConfig, **stops)
-    assert "gamma=1.0" in message and "eos_token_id" in message
-    assert warned(QuRLPPOConfig, **stops, gamma=0.0) == warned(**stops) == ""
 
 
 def test_a_completion_may_be_as_long_as_the_context():

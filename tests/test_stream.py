@@ -465,7 +465,7 @@ def test_what_a_server_quantizes_is_compared_by_its_checkpoint(scheme, tmp_path)
 
 def sync_to(client, policy, interval, dtype=None):
     """A sync of a policy to the client's server, with no version to ask for."""
-    settings = rollout_settings(INT8, is_served=True, sync_check_interval=interval)
+    settings = rollout_settings(INT8, vllm_mode="server", sync_check_interval=interval)
     route = StreamRoute(policy, stream_of(policy, INT8), TOGETHER)
     sync = WeightSync(route, settings, RolloutCost(), lambda: 0)
     route.attach(client, dtype)

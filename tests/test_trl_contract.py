@@ -26,8 +26,7 @@ from packaging.requirements import Requirement
 
 import trl_qurl
 from trl_qurl.config import CLIPPED_LOSS_TYPES, TAKEN_ENGINE_ARGUMENTS
-from trl_qurl.config.checks import HARMLESS, NEUTRAL
-from trl_qurl.config.refusals import SAMPLING_PARAMETERS
+from trl_qurl.config.checks.sampling import HARMLESS, NEUTRAL, REFUSED
 from trl_qurl.lab.contract import (
     LIBRARIES,
     definition,
@@ -38,7 +37,7 @@ from trl_qurl.lab.contract import (
 from trl_qurl.lab.doctor import environment
 from trl_qurl.lab.doctor.environment import check_private_parts
 from trl_qurl.lab.doctor.report import Status
-from trl_qurl.trainers.arguments import NOT_PASSED, REWARD_KEYWORDS
+from trl_qurl.trainers.checks.arguments import NOT_PASSED, REWARD_KEYWORDS
 
 GRPO = "trl.trainer.grpo_trainer"
 RLOO = "trl.trainer.rloo_trainer"
@@ -271,9 +270,9 @@ def test_engine_arguments_are_those_the_config_reserves():
 def test_sampling_parameters_that_the_config_names_exist():
     body = definition("vllm.sampling_params", "SamplingParams").body
     fields = {node.target.id for node in body if isinstance(node, ast.AnnAssign)}
-    named = {*HARMLESS, *NEUTRAL, *SAMPLING_PARAMETERS}
+    named = {*HARMLESS, *NEUTRAL, *REFUSED}
     named |= {"min_p", "temperature", "structured_outputs"}
-    assert named <= fields, "see config/checks.py and refusals.py"
+    assert named <= fields, "see config/checks/sampling.py"
 
 
 def test_the_backends_constructor_starts_the_engine_last():
@@ -308,8 +307,8 @@ def test_reward_functions_get_what_the_constructor_checks_them_for(module, name)
     added = set(re.findall(r"reward_kwargs\['(\w+)'\] =", ast.unparse(body)))
     # the first is optional, the others are for a warning
     added -= {"environments", "prompt", "completion"}
-    assert named.keys() - {None} | added == set(REWARD_KEYWORDS), "see trainers/arguments.py"
-    assert f"not in {list(NOT_PASSED)}" in ast.unparse(body), "see trainers/arguments.py"
+    assert named.keys() - {None} | added == set(REWARD_KEYWORDS), "see trainers/checks/arguments.py"
+    assert f"not in {list(NOT_PASSED)}" in ast.unparse(body), "see trainers/checks/arguments.py"
 
 
 def test_trl_only_warns_about_a_newer_vllm():

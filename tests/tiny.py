@@ -261,15 +261,15 @@ def rollout_settings(scheme, **changed):
     from trl_qurl.rollout.preparation import RolloutSettings
 
     defaults = {
-        "ignore": ("lm_head",),
-        "is_served": False,
+        "quantization_ignore": ["lm_head"],
+        "vllm_mode": "colocate",
         "weight_sync": "auto",
         "round_base": False,
         "smooths": False,
-        "checkpoint_dir": None,
-        "engine_kwargs": {},
+        "rollout_checkpoint_dir": None,
+        "vllm_engine_kwargs": {},
         "seed": 0,
         "sync_check_interval": 16,
-        "request_timeout": 900.0,
+        "vllm_request_timeout": 900.0,
     }
     return RolloutSettings(getattr(scheme, "name", scheme), **(defaults | changed))

@@ -85,7 +85,7 @@ def engine_logps(trainer):
 
 def export(trainer, directory):
     """Save a checkpoint for a fresh engine: by itself, or with an adapter beside it."""
-    scheme = trainer.vllm_generation.rollout.formats
+    scheme = trainer.vllm_generation.rollout.rollout_quantization
     if not trainer.vllm_generation.sync.route.is_merged:
         if scheme is None:
             save_unquantized(trainer.model.get_base_model(), directory)

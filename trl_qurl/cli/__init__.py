@@ -9,7 +9,6 @@ line; `TRL_QURL_DEBUG=1` shows the traceback instead.
 import argparse
 import importlib.metadata
 import os
-import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -17,14 +16,10 @@ from importlib import import_module
 from typing import NamedTuple
 
 from trl_qurl.cli.noise import quiet, shows_everything
-from trl_qurl.cli.options import did_you_mean
 from trl_qurl.rollout.errors import RolloutError
 
 # OSError covers FileNotFoundError and ConnectionError.
 USER_ERRORS = (ValueError, ImportError, OSError, RolloutError)
-
-
-OPTION = re.compile(r"^--[\w-]+")
 
 
 class Command(NamedTuple):
@@ -137,17 +132,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    """Parse a command line; raise `ValueError` for arguments that the subcommand does not know."""
-    parser = build_parser(argv)
-    command = COMMANDS.get(argv[0])
-    if command is not None and not command.passes_on:
-        # TRL's and vLLM's parsers accept both spellings.
-        argv = [OPTION.sub(lambda option: option[0].replace("_", "-"), word) for word in argv]
-    args, extra_args = parser.parse_known_args(argv)
-    if COMMANDS[args.command].passes_on:
-        args.extra_args = extra_args
-    elif extra_args:
-        options = re.findall(r"--[\w-]+", args.subparser.format_usage())
-        guess = did_you_mean(extra_args, options)
-        raise ValueError(f"Unexpected argument {' '.join(extra_args)}{guess}")
+    """Parse a command line; exit at arguments that the subcommand neither knows nor passes on."""
+    args, extra_args = build_parser(argv).parse_known_args(argv)
+    args.extra_args = extra_args
+    if extra_args and not COMMANDS[args.command].passes_on:
+        args.subparser.error(f"unrecognized arguments: {' '.join(extra_args)}")
     return args

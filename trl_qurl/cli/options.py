@@ -1,8 +1,6 @@
 """Options and checks shared by several subcommands."""
 
 import argparse
-from collections.abc import Iterable, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +32,6 @@ def add_ignore(parser: argparse.ArgumentParser) -> None:
             "(default: lm_head)"
         ),
     )
-
-
-def did_you_mean(words: Iterable[str], names: Sequence[str]) -> str:
-    """Return `"; did you mean NAME?"`, or `"."` if no name is similar enough."""
-    matches = []
-    for word in words:
-        matches += get_close_matches(word, names, 1)
-    return f"; did you mean {' '.join(matches)}?" if matches else "."
 
 
 def add_scheme(parser: argparse.ArgumentParser, note: str = "", **options: Any) -> None:

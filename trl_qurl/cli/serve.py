@@ -1,7 +1,6 @@
 """`trl-qurl serve`: prepare a quantized checkpoint of a model, then exec vLLM's server on it."""
 
 import argparse
-from difflib import get_close_matches
 
 from trl_qurl.cli.options import add_ignore, add_scheme, check_model
 
@@ -25,30 +24,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def check_extra_arguments(arguments: list[str]) -> None:
-    """Raise `ValueError` for arguments that vLLM would reject only after quantization."""
-    if arguments and not arguments[0].startswith("-"):
-        raise ValueError(
-            f"Unexpected argument {arguments[0]}: pass one MODEL, and one pattern after each "
-            "--ignore (repeat the option for more)."
-        )
-    for argument in arguments:
-        option = argument.split("=")[0]
-        guess = get_close_matches(option, ["--scheme", "--ignore", "--host", "--port"], 1, 0.8)
-        if guess:
-            raise ValueError(f"Unknown option {option}; did you mean {guess[0]}?")
-
-
 def run(args: argparse.Namespace) -> int:
     """Prepare the checkpoint, then exec the server."""
-    check_extra_arguments(args.extra_args)
     check_model(args.model)
     from trl_qurl.rollout.engine.guard import require_key
 
     require_key()  # comes before imports that take many seconds
     from transformers import AutoConfig
 
-    from trl_qurl.config.checks import check_engine_arguments
+    from trl_qurl.config.checks.engine_arguments import check_followed
     from trl_qurl.quantization.plan import read_formats, schemes_of
     from trl_qurl.rollout.engine import launch
     from trl_qurl.rollout.engine.hardware import check_cpu_build, kernel_environment
@@ -56,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     launch.require_vllm()
     launch.check_options(args.extra_args)
     options = launch.values_of(args.extra_args)
-    check_engine_arguments(options, "trl-qurl serve")
+    check_followed(options, "trl-qurl serve")
     formats = read_formats(args.scheme, "--scheme")
     schemes = schemes_of(formats)
     environment = kernel_environment(*schemes)

@@ -6,18 +6,11 @@ from typing import Any
 
 from trl import GRPOConfig
 
-from trl_qurl.config.checks import check_choice, check_conflicts
+from trl_qurl.config.checks.conflicts import objective_conflict
+from trl_qurl.config.checks.values import check_choice
 from trl_qurl.config.help import with_help
-from trl_qurl.config.refusals import (
-    GRPO_CONFLICTS,
-    LARGEST_WEIGHT,
-    LIFTED_BOUND,
-    TRLS_CORRECTION,
-    UNCORRECTED,
-    Conflict,
-)
 from trl_qurl.config.rollout import QuantizedRolloutsConfig
-from trl_qurl.objective import OBJECTIVES, TRL_LOSS, get_objective
+from trl_qurl.objective import OBJECTIVES, TRL_LOSS
 
 
 @with_help
@@ -33,8 +26,8 @@ class QuRLGRPOConfig(QuantizedRolloutsConfig, GRPOConfig):
         objective: `acr` (QuRL, Eq. 9), `tis` (FlashRL, Eq. 5), `decoupled` (Eq. 4),
             `quantized_ratio` (Eq. 3), `naive` (Eq. 1) or `trl`, TRL's own loss and correction,
             which TRL's `vllm_importance_sampling_*` set. Defaults to `acr`, to `tis` with a loss
-            that `acr` does not support (GSPO, CISPO, ...), and to `trl` with another correction of
-            TRL's, or none.
+            that `acr` does not support (GSPO, CISPO, ...), and to `trl` if these
+            change TRL's correction or turn it off.
 
     > Dynamic sampling
 
@@ -44,7 +37,7 @@ class QuRLGRPOConfig(QuantizedRolloutsConfig, GRPOConfig):
             is.
         dynamic_sampling_reward: Name of the reward function that decides; by default the weighted
             sum of all. Set it if another reward, such as a length penalty, would always make a
-            difference.
+            difference. It turns dynamic sampling on.
     """
 
     objective: str | None = None
@@ -52,9 +45,11 @@ class QuRLGRPOConfig(QuantizedRolloutsConfig, GRPOConfig):
     dynamic_sampling_reward: str | None = None
 
     def __post_init__(self: Any) -> None:
-        default = next(name for name in ("acr", "tis", TRL_LOSS) if self._conflict(name) is None)
+        default = next(
+            name for name in ("acr", "tis", TRL_LOSS) if objective_conflict(self, name) is None
+        )
         if self.objective is None:
-            conflict = self._conflict("acr")
+            conflict = objective_conflict(self, "acr")
             if conflict is not None:
                 warnings.warn(
                     f"{conflict.given(self)} does not fit the default objective 'acr', so "
@@ -63,17 +58,10 @@ class QuRLGRPOConfig(QuantizedRolloutsConfig, GRPOConfig):
                 )
             self.objective = default
         check_choice(self, "objective", (*OBJECTIVES, TRL_LOSS))
-        mode = GRPOConfig.vllm_importance_sampling_mode
-        if (
-            self.objective != TRL_LOSS
-            and self.loss_type == "vespo"
-            and self.vllm_importance_sampling_mode == mode
-        ):
-            # TRL's trainer refuses its default with VESPO. This is what our objectives do.
-            self.vllm_importance_sampling_mode = "token_truncate"
+        if self.dynamic_sampling_reward is not None:
+            self.dynamic_sampling = True
         super().__post_init__()
-        check_conflicts(self, GRPO_CONFLICTS)
-        conflict = self._conflict(self.objective)
+        conflict = objective_conflict(self, self.objective)
         if conflict is not None:
             instead = f"objective={default!r}"
             if default != TRL_LOSS:
@@ -82,27 +70,3 @@ class QuRLGRPOConfig(QuantizedRolloutsConfig, GRPOConfig):
                 f"{conflict.given(self)} does not fit objective={self.objective!r}: "
                 f"{conflict.reason}. {conflict.way_out}, or use {instead}."
             )
-        if self.objective != TRL_LOSS:
-            self._warn_of_unread()
-
-    def _warn_of_unread(self) -> None:
-        """Warn of settings that only TRL's own correction reads."""
-        unread = [each for each in (LARGEST_WEIGHT, *TRLS_CORRECTION) if each.occurs(self)]
-        if unread:
-            sentences = [
-                f"{each.given(self)} has no effect with objective={self.objective!r}: "
-                f"{each.reason}. {each.way_out}."
-                for each in unread
-            ]
-            warnings.warn(" ".join(sentences), stacklevel=4)
-
-    def _conflict(self, objective: str) -> Conflict | None:
-        """Return what rules out an objective."""
-        if objective == TRL_LOSS:
-            return None
-        conflicts = [UNCORRECTED]
-        if self.objective is None:
-            conflicts += TRLS_CORRECTION
-        if get_objective(objective).lifts_upper_bound:
-            conflicts += LIFTED_BOUND
-        return next((conflict for conflict in conflicts if conflict.occurs(self)), None)

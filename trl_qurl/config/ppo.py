@@ -1,11 +1,15 @@
 """Configuration of PPO: GRPO's on quantized rollouts, plus advantages from a critic."""
 
 from dataclasses import dataclass
+from math import inf
+from typing import Annotated
 
-from trl_qurl.config.checks import check_choice, check_numbers
+from trl_qurl.config.checks.conflicts import WITH_A_CRITIC
+from trl_qurl.config.checks.values import Limit, check_choice
 from trl_qurl.config.grpo import QuRLGRPOConfig
 from trl_qurl.config.help import with_help
-from trl_qurl.config.refusals import CRITIC_NUMBERS, WITH_A_CRITIC
+
+SHARE = Limit(lambda share: 0 <= share <= 1, "in [0, 1] (verl's setting is 1)")
 
 
 @with_help
@@ -47,17 +51,21 @@ class QuRLPPOConfig(QuRLGRPOConfig):
     scale_rewards: str = "none"
 
     # Advantages
-    gamma: float = 1.0
-    gae_lambda: float = 1.0
+    gamma: Annotated[float, SHARE] = 1.0
+    gae_lambda: Annotated[float, SHARE] = 1.0
 
     # Critic
-    value_clip_range: float | None = 0.5
-    critic_warmup_steps: int = 0
-    critic_learning_rate: float = 1e-5
+    value_clip_range: Annotated[
+        float | None, Limit(lambda distance: distance > 0, "positive, or None for no clipping")
+    ] = 0.5
+    critic_warmup_steps: Annotated[
+        int, Limit(lambda steps: steps >= 0, "a number of optimizer steps, or 0 for none")
+    ] = 0
+    critic_learning_rate: Annotated[
+        float, Limit(lambda rate: 0 < rate < inf, "positive and finite")
+    ] = 1e-5
 
     def __post_init__(self) -> None:
-        for name, fitting in WITH_A_CRITIC.items():
-            check_choice(self, name, fitting, " with a critic")
         generations = self.num_generations
         if generations == 1:
             # TRL refuses groups of one, but a critic needs no groups: let TRL check the batch sizes
@@ -66,4 +74,5 @@ class QuRLPPOConfig(QuRLGRPOConfig):
             self.num_generations = max(self.per_device_train_batch_size, 2)
         super().__post_init__()
         self.num_generations = generations
-        check_numbers(self, CRITIC_NUMBERS)
+        for name, fitting in WITH_A_CRITIC.items():
+            check_choice(self, name, fitting, " with a critic")

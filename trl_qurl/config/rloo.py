@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from trl import RLOOConfig
 
-from trl_qurl.config.checks import check_choice
+from trl_qurl.config.checks.values import check_choice
 from trl_qurl.config.help import with_help
 from trl_qurl.config.rollout import QuantizedRolloutsConfig
 from trl_qurl.objective import OBJECTIVES, TRL_LOSS

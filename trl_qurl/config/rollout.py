@@ -1,32 +1,19 @@
 """Settings of quantized rollouts, for the config of any TRL trainer that generates with vLLM."""
 
-import json
-import warnings
+import os
 from dataclasses import dataclass, field
-from typing import Any
+from math import inf
+from typing import Annotated, Any, Literal
 
 from trl import GRPOConfig, RLOOConfig
 
-from trl_qurl.config.checks import (
-    check_choice,
-    check_conflicts,
-    check_engine_arguments,
-    check_numbers,
-    check_sampling,
-    check_types,
-)
+from trl_qurl.config.checks.conflicts import CONFLICTS, check_conflicts
+from trl_qurl.config.checks.engine_arguments import read_engine_kwargs
+from trl_qurl.config.checks.sampling import check_sampling
+from trl_qurl.config.checks.values import Limit, check_values
 from trl_qurl.config.help import with_help
-from trl_qurl.config.refusals import (
-    CHOICES,
-    CONFLICTS,
-    GROUP_CONFLICTS,
-    GROUP_NUMBERS,
-    NUMBERS,
-    SMOOTHING_CONFLICTS,
-    TAKEN_ENGINE_ARGUMENTS,
-)
 from trl_qurl.quantization.formats import EXAMPLE, SCHEMES, UNQUANTIZED, check_kv_cache
-from trl_qurl.quantization.plan import check_patterns, read_formats
+from trl_qurl.quantization.plan import check_patterns, read_formats, schemes_of
 
 
 @with_help
@@ -92,7 +79,7 @@ class QuantizedRolloutsConfig:
 
         mismatch_guard: What to do when rounding does not explain how far actor and policy differ:
             `off`, `warn` or `stop`. `warn` warns once per alarm; `stop` also saves a checkpoint and
-            ends training.
+            ends training. In YAML, write `"off"` with quotes.
         mismatch_guard_kl: KL of a rollout (`mismatch/kl_k3`, nats per token) at which the guard
             acts at the latest.
 
@@ -117,60 +104,53 @@ class QuantizedRolloutsConfig:
         },
     )
     quantization_ignore: list[str] = field(default_factory=lambda: ["lm_head"])
-    uaq_scale: float = 1.0
+    uaq_scale: Annotated[
+        float,
+        Limit(
+            lambda scale: 0 < scale < inf,
+            "positive and finite (the paper uses 1.5; 1.0 turns UAQ off)",
+        ),
+    ] = 1.0
     smooth_activations: bool | None = None
 
     # Weight sync
-    weight_sync: str = "auto"
+    weight_sync: Literal["auto", "stream", "checkpoint", "adapter", "llmcompressor"] = "auto"
     round_base: bool = False
     rollout_checkpoint_dir: str | None = None
-    vllm_request_timeout: float = 900.0
+    vllm_request_timeout: Annotated[
+        float, Limit(lambda seconds: seconds > 0, "a positive number of seconds")
+    ] = 900.0
     vllm_engine_kwargs: dict[str, Any] | str | None = field(default_factory=dict)
 
     # Importance ratio
-    importance_cap: float | None = 2.0
+    importance_cap: Annotated[
+        float | None, Limit(lambda cap: cap > 0, "a ratio above 0, or None for no cap")
+    ] = 2.0
 
     # Checks
-    sync_check_interval: int = 16
+    sync_check_interval: Annotated[
+        int, Limit(lambda syncs: syncs >= 0, "a number of syncs, or 0 for none")
+    ] = 16
 
     # Guard
-    mismatch_guard: str = "warn"
-    mismatch_guard_kl: float = 0.1
+    mismatch_guard: Literal["off", "warn", "stop"] = "warn"
+    mismatch_guard_kl: Annotated[
+        float, Limit(lambda kl: 0 < kl < inf, "positive and finite (nats per token; usually 0.1)")
+    ] = 0.1
 
     def __post_init__(self: Any) -> None:
-        check_types(self)
-        if isinstance(self, GRPOConfig | RLOOConfig):
-            check_numbers(self, GROUP_NUMBERS)
         super().__post_init__()  # type: ignore[misc]  # TRL's config comes after this class
         self.rollout_quantization = read_formats(self.rollout_quantization)
-        if str(self.mismatch_guard) == "False":  # what YAML reads for `off`
-            self.mismatch_guard = "off"
-        if isinstance(self.quantization_ignore, str):  # one pattern, as YAML allows
-            self.quantization_ignore = [self.quantization_ignore]
-        for name, choices in CHOICES.items():
-            check_choice(self, name, choices)
-        check_numbers(self, NUMBERS)
         check_patterns(self.quantization_ignore, "quantization_ignore")
+        self.vllm_engine_kwargs = read_engine_kwargs(self.vllm_engine_kwargs)
+        cache = self.vllm_engine_kwargs.get("kv_cache_dtype", "auto")
+        check_kv_cache(cache, "kv_cache_dtype of vllm_engine_kwargs")
+        if self.rollout_checkpoint_dir is not None:  # as transformers does with output_dir
+            self.rollout_checkpoint_dir = os.path.expanduser(self.rollout_checkpoint_dir)
+        check_values(self)
         check_conflicts(self, CONFLICTS)
-        if self.smooth_activations:
-            check_conflicts(self, SMOOTHING_CONFLICTS)
-        self._check_engine_arguments()
         if isinstance(self, GRPOConfig | RLOOConfig):
-            check_conflicts(self, GROUP_CONFLICTS)
-            self._warn_of_mixed_updates()
             check_sampling(self, stacklevel=4)
-
-    @property
-    def engine_kwargs(self) -> dict[str, Any]:
-        """`vllm_engine_kwargs` as a dictionary; the command line passes JSON."""
-        kwargs = self.vllm_engine_kwargs or {}
-        try:
-            return dict(json.loads(kwargs) if isinstance(kwargs, str) else kwargs)
-        except (TypeError, ValueError):
-            raise ValueError(
-                f"vllm_engine_kwargs is {kwargs!r}: write a JSON dictionary, such as "
-                '{"enforce_eager": true}.'
-            ) from None
 
     @property
     def updates_per_rollout(self: Any) -> float:
@@ -180,31 +160,10 @@ class QuantizedRolloutsConfig:
         return getattr(self, "num_iterations", 1) * per_rollout / per_update
 
     @property
-    def smooths(self: Any) -> bool | None:
+    def smooths(self) -> bool | None:
         """`smooth_activations`, or `None` if the model decides."""
-        if any(conflict.occurs(self) for conflict in SMOOTHING_CONFLICTS):
+        sends_adapter = self.weight_sync == "adapter" or self.round_base
+        schemes = schemes_of(self.rollout_quantization)
+        if sends_adapter or not any(scheme.is_smoothed for scheme in schemes):
             return False
         return self.smooth_activations
-
-    def _check_engine_arguments(self: Any) -> None:
-        """Raise `ValueError` for arguments of the engine that something else governs, or breaks."""
-        engine_kwargs = self.engine_kwargs
-        for argument in engine_kwargs:
-            if argument in TAKEN_ENGINE_ARGUMENTS:
-                raise ValueError(
-                    f"vllm_engine_kwargs sets {argument!r}, but that is governed by "
-                    f"{TAKEN_ENGINE_ARGUMENTS[argument]}. Remove it."
-                )
-        check_engine_arguments(engine_kwargs, "vllm_engine_kwargs")
-        cache = engine_kwargs.get("kv_cache_dtype", "auto")
-        check_kv_cache(cache, "kv_cache_dtype of vllm_engine_kwargs")
-
-    def _warn_of_mixed_updates(self: Any) -> None:
-        per_rollout = self.num_iterations * self.steps_per_generation
-        per_update = self.gradient_accumulation_steps
-        if per_rollout % per_update and per_update % per_rollout:
-            warnings.warn(
-                f"Updates mix two rollouts: gradient_accumulation_steps={per_update} does not "
-                f"divide steps_per_generation times num_iterations, {per_rollout}.",
-                stacklevel=5,
-            )

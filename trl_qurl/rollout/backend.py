@@ -148,7 +148,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
             self._engine_class,
             plan=self.weights.plan,
             shapes={name: shape for name, _, shape in stream_metadata(self.weights)},
-            request_timeout=self.rollout.request_timeout,
+            request_timeout=self.rollout.vllm_request_timeout,
         )
         with substitute(vllm_generation, "VLLMClient", client):
             self.group.run(super()._init_vllm, join=self.accelerator.wait_for_everyone)
@@ -166,7 +166,11 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         for_adapter: dict[str, Any] = {}
         if name == "adapter":
             cls, for_adapter = colocated.with_adapter(cls, adapter_rank(self.model))
-        engine_kwargs = {"seed": self.rollout.seed, **for_adapter, **self.rollout.engine_kwargs}
+        engine_kwargs = {
+            "seed": self.rollout.seed,
+            **for_adapter,
+            **self.rollout.vllm_engine_kwargs,
+        }
         if 0 <= engine_kwargs.get("max_logprobs", 0) < self.rollout.listed:  # vLLM's default is 20
             engine_kwargs["max_logprobs"] = self.rollout.listed
         number = self.accelerator.process_index // self.tensor_parallel_size
@@ -244,7 +248,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
             self._folder = CheckpointFolder(
                 self.accelerator,
                 CheckpointWriter(plain_model(self.model), self.processing_class, weights.plan),
-                rollout.checkpoint_dir,
+                rollout.rollout_checkpoint_dir,
                 checkpoints * weights.nbytes(),
                 self.group.is_shared,
             )

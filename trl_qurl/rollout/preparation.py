@@ -1,6 +1,6 @@
 """The settings of rollouts, and what follows from them before an engine starts."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,16 +8,15 @@ import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, is_peft_model
-from torch import nn
 from transformers import PreTrainedModel
 from trl.distributed import DistributedBackend
 
 from trl_qurl.quantization.checkpoint_form import plain_model, policy_tensors
-from trl_qurl.quantization.layers import model_layers
 from trl_qurl.quantization.merging import on_grid
 from trl_qurl.quantization.plan import Formats, QuantizationPlan, make_plan
 from trl_qurl.quantization.smoothing import can_smooth
 from trl_qurl.quantization.stream import WeightStream
+from trl_qurl.rollout.checks.policy import check_policy
 from trl_qurl.rollout.engine.hardware import EXPERTS, expert_obstacle
 
 logger = get_logger(__name__)  # of the main process
@@ -27,23 +26,28 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by accelerate's `m
 
 @dataclass(frozen=True)
 class RolloutSettings:
-    """The rollout settings of a trainer's config, as flat values.
+    """What rollouts need of a trainer's config, whose attributes have the same names.
 
-    Config objects stop at the trainers.
+    The config's docstring describes them. Config objects stop at the trainers.
     """
 
-    formats: Formats  # of the rollout weights
-    ignore: tuple[str, ...]  # patterns of modules kept in full precision
-    is_served: bool  # whether the engine is a vLLM server
-    weight_sync: str  # "auto", "stream", "checkpoint", "adapter" or "llmcompressor"
-    round_base: bool  # whether to round the trainer's frozen base to its quantized values
-    smooths: bool | None  # whether to smooth activations; `None` to do so where supported
-    checkpoint_dir: str | None  # where to write checkpoints for the engine; `None` to choose
-    engine_kwargs: dict[str, Any]  # extra arguments of the colocated engine
+    rollout_quantization: Formats
+    quantization_ignore: list[str]
+    vllm_mode: str
+    weight_sync: str
+    round_base: bool
+    smooths: bool | None  # `None` to smooth where supported
+    rollout_checkpoint_dir: str | None
+    vllm_engine_kwargs: dict[str, Any]
     seed: int  # of the noise that tokens are sampled with
-    sync_check_interval: int  # syncs between proofs; 0 for none, and no digests
-    request_timeout: float  # seconds that a request to a server may take
+    sync_check_interval: int
+    vllm_request_timeout: float
     listed: int = 0  # of the likeliest tokens, how many the engine returns per position
+
+    @property
+    def is_served(self) -> bool:
+        """Whether the engine is a vLLM server."""
+        return self.vllm_mode == "server"
 
 
 def prepare_weights(
@@ -110,71 +114,22 @@ def _fit_smoothing(
 
 
 def plan_rollouts(model: PreTrainedModel, rollout: RolloutSettings) -> QuantizationPlan:
-    """Plan the formats of a model's layers, and log those that stay in 16 bits if not obvious.
+    """Plan the formats of a model's layers.
 
     Experts that this machine's engine cannot run in the one format of all layers stay in 16 bits,
     with a warning. A server is started elsewhere, with its own `--ignore`.
     """
-    plan = make_plan(model, rollout.formats, rollout.ignore)
+    plan = make_plan(model, rollout.rollout_quantization, rollout.quantization_ignore)
     obstacle = None
-    if isinstance(rollout.formats, str) and not rollout.is_served:
+    if isinstance(rollout.rollout_quantization, str) and not rollout.is_served:
         obstacle = expert_obstacle(plain_model(model).config, plan.schemes)
     if obstacle is not None:
-        ignore = [*rollout.ignore, EXPERTS]
+        ignore = [*rollout.quantization_ignore, EXPERTS]
         logger.warning(
             "%s, so they stay in 16 bits, as with quantization_ignore=%s.", obstacle, ignore
         )
-        plan = make_plan(model, rollout.formats, ignore)
-    left = [name for name in model_layers(model) if name not in plan.schemes]
-    if isinstance(rollout.formats, Mapping) and left:
-        shown = ", ".join(left[:8])
-        if len(left) > 8:
-            shown += ", ..."
-        logger.info("%d layers stay in 16 bits: %s.", len(left), shown)
+        plan = make_plan(model, rollout.rollout_quantization, ignore)
     return plan
-
-
-def check_policy(model: PreTrainedModel) -> None:
-    """Raise `ValueError` for a policy that an engine or transformers cannot hold as it is.
-
-    An engine ties an output head and an embedding, even if the policy trains them apart, and
-    transformers saves no model with a wrong generation config.
-    """
-    tied = model.all_tied_weights_keys
-    if vars(model.config).get("tie_word_embeddings") and tied:
-        head = model.get_output_embeddings()
-        embedding = model.get_input_embeddings()
-        is_apart = _trained_of(head) != _trained_of(embedding)
-        if is_apart or head.weight is not embedding.weight:
-            first, second = next(iter(tied.items()))
-            raise ValueError(
-                f"{first} and {second} are one tensor in the engine (tie_word_embeddings), but the "
-                "policy trains them apart: leave both modules out of target_modules and "
-                "modules_to_save, or save both with ensure_weight_tying=True, or untie the model "
-                "first."
-            )
-    if model.generation_config is None:
-        return
-    try:
-        model.generation_config.validate(strict=True)
-    except ValueError as error:
-        raise ValueError(
-            "transformers saves no model with the generation_config.json of "
-            f"{model.name_or_path or 'this one'}: correct it there, or in model.generation_config. "
-            f"{error}"
-        ) from None
-
-
-def _trained_of(module: nn.Module) -> set[nn.Parameter]:
-    """Return what is trained of a head or embedding, apart from a bias.
-
-    That is the module's weight, an adapter, or a copy (`modules_to_save`).
-    """
-    return {
-        parameter
-        for name, parameter in module.named_parameters()
-        if parameter.requires_grad and name != "bias"
-    }
 
 
 def choose_route(

@@ -83,7 +83,7 @@ class QuantizedEngineMixin(TRLTrainer):
         signature = inspect.signature(super().__init__)
         arguments = dict(signature.bind_partial(*positional, **kwargs).arguments)
         arguments |= arguments.pop("kwargs", {})  # some trainers leave the rest to their parent
-        args = checked_config(type(self), arguments.get("args"), arguments.get("model"))
+        args = checked_config(type(self), arguments.get("args"))
         arguments["args"] = args
         self._step_timer = StepTimer()
         logged = {"updates_per_rollout": args.updates_per_rollout, "algorithm": self._algorithm}

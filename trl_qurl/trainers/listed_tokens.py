@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from trl_qurl.config.checks import cutting_settings
+from trl_qurl.config.checks.sampling import cutting_settings
 from trl_qurl.quantization.checkpoint_form import plain_model
 from trl_qurl.rollout.mismatch import valid_logps
 from trl_qurl.trainers.checks.listed_tokens import obstacle_of, warn_of_cuts

@@ -11,10 +11,10 @@ import argparse
 import ast
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trl_qurl.cli.options import did_you_mean
 from trl_qurl.lab.comparison import option
 from trl_qurl.lab.contract import tree
 from trl_qurl.lab.device import cpu_settings
@@ -218,8 +218,11 @@ def plain_name(word: str) -> str:
 
 def unknown_names(unknown: Sequence[str], names: Iterable[str]) -> ValueError:
     """Return the error for options and settings that do not exist; it suggests similar names."""
-    words = [plain_name(word) for word in unknown]
-    guess = did_you_mean([ELSEWHERE.get(word, word) for word in words], ["model", *names])
+    known = ["model", *names]
+    similar = []
+    for word in map(plain_name, unknown):
+        similar += get_close_matches(ELSEWHERE.get(word, word), known, 1)
+    guess = f"; did you mean {' '.join(similar)}?" if similar else "."
     return ValueError(f"Unknown option or setting {' '.join(unknown)}{guess}")
 
 

@@ -1,1 +1,1 @@
-"""Checks that a sync took effect: for files and servers, digests of tensors, sent and received."""
+"""Checks of a policy before it is sent, and of what arrived: nobody has to open this room."""

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from accelerate.logging import get_logger
 from transformers import TrainerControl, TrainerState
 
-from trl_qurl.config.checks import biasing_settings, cutting_settings
+from trl_qurl.config.checks.sampling import biasing_settings, cutting_settings
 from trl_qurl.quantization.plan import schemes_of
 from trl_qurl.rollout.backend import Samples
 from trl_qurl.rollout.errors import SyncError

@@ -5,7 +5,7 @@ from typing import Any
 
 from trl.distributed import DistributedBackend
 
-from trl_qurl.config.checks import cutting_settings
+from trl_qurl.config.checks.sampling import cutting_settings
 from trl_qurl.quantization.checkpoint_form import plain_model
 
 # Settings of transformers' models that change what the head computes.

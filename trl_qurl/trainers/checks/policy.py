@@ -7,8 +7,8 @@ from transformers import PreTrainedModel, TrainingArguments
 
 from trl_qurl.rollout.group import TOGETHER
 from trl_qurl.rollout.prompts import check_special_tokens
-from trl_qurl.trainers.arguments import check_adapter, check_full_precision
 from trl_qurl.trainers.callbacks import RolloutCallback
+from trl_qurl.trainers.checks.arguments import check_adapter, check_full_precision
 from trl_qurl.trainers.run_log import check_unused
 
 
@@ -16,17 +16,15 @@ class PolicyCheck(RolloutCallback):
     """Callback that raises for a policy that cannot be trained on quantized rollouts."""
 
     def on_arguments(self, args: TrainingArguments, arguments: dict[str, Any]) -> None:
-        """Raise for a model, an adapter or an output directory that cannot be used."""
-        model = arguments["model"]
-        quantization = arguments.get("quantization_config")
-        check_full_precision(model, quantization, args.model_init_kwargs or {})
-        check_adapter(model, arguments.get("peft_config"))
+        """Raise for an adapter or an output directory that cannot be used."""
+        check_adapter(arguments["model"], arguments.get("peft_config"))
         directory = Path(args.output_dir or ".")
         TOGETHER.from_main(lambda: check_unused(directory))
 
     def on_models(self) -> None:
-        """Raise for a frozen policy, or a tokenizer that is not the model's."""
+        """Raise for a quantized or frozen policy, or a tokenizer that is not the model's."""
         trainer = self.trainer
+        check_full_precision(trainer.model)
         check_trainable(trainer.model, "The policy")
         # A processor has a tokenizer.
         tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)

@@ -14,8 +14,8 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments
 
 from trl_qurl.rollout.prompts import check_room, check_tokens
-from trl_qurl.trainers.arguments import check_arguments
 from trl_qurl.trainers.callbacks import RolloutCallback
+from trl_qurl.trainers.checks.arguments import check_arguments
 
 logger = get_logger(__name__)  # of the main process
 

@@ -1,0 +1,140 @@
+"""Settings that cannot work together, as tables, and the check that reads them."""
+
+from collections.abc import Callable, Iterable
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+from trl import GRPOConfig
+
+from trl_qurl.objective import TRL_LOSS, get_objective
+
+
+class Conflict(NamedTuple):
+    """Settings of a configuration that cannot work as they are."""
+
+    settings: tuple[str, ...]  # named in the message, with their values
+    occurs: Callable[[Any], bool]  # whether a configuration has the conflict
+    reason: str
+    way_out: str
+
+    def given(self, config: Any) -> str:
+        """Return the settings with their values."""
+        return " and ".join(f"{name}={getattr(config, name)!r}" for name in self.settings)
+
+
+CONFLICTS = (
+    Conflict(
+        ("use_vllm",),
+        lambda config: not config.use_vllm,
+        "only vLLM generates with quantized weights",
+        "Set it to True, or use TRL's own trainer",
+    ),
+    Conflict(
+        ("weight_sync",),
+        lambda config: config.weight_sync == "llmcompressor" and find_spec("llmcompressor") is None,
+        "llm-compressor is not installed",
+        "Run `pip install 'trl-qurl[llmcompressor]'`, or use 'auto', which sends the same codes",
+    ),
+    Conflict(
+        ("vllm_engine_kwargs", "vllm_mode"),
+        lambda config: config.vllm_engine_kwargs and config.vllm_mode == "server",
+        "a server is started with its own arguments",
+        "Pass them to `trl-qurl serve`",
+    ),
+    Conflict(
+        ("smooth_activations", "rollout_quantization", "weight_sync", "round_base"),
+        lambda config: config.smooth_activations and not config.smooths,
+        "smoothing is folded into whole INT8 weights as they are sent",
+        "Leave smooth_activations out",
+    ),
+)
+"""With any trainer."""
+
+# Settings of TRL's loss that an objective does not fit
+# --------------------------------------------------------------------------------------------------
+
+CLIPPED_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")
+"""TRL's losses that clamp the ratio on both sides and average over tokens, from which ACR can be
+made."""
+
+UNCORRECTED = Conflict(
+    ("vllm_importance_sampling_correction",),
+    lambda config: not config.vllm_importance_sampling_correction,
+    "it turns off the correction that the objective is",
+    "Leave it True ('naive' has no correction)",
+)
+"""With all objectives but TRL's."""
+
+LIFTED_BOUND = (
+    Conflict(
+        ("importance_sampling_level",),
+        lambda config: config.importance_sampling_level != "token",
+        "the clip bounds of single tokens are lifted",
+        "Use 'token'",
+    ),
+    Conflict(
+        ("loss_type",),
+        lambda config: config.loss_type not in CLIPPED_LOSS_TYPES,
+        "the loss must clip the ratio of a token on both sides",
+        f"Use one of {', '.join(map(repr, CLIPPED_LOSS_TYPES))}",
+    ),
+    Conflict(
+        ("use_bias_correction_kl", "beta"),
+        lambda config: config.use_bias_correction_kl and config.beta != 0.0,
+        "TRL weights the penalty by the ratio, which the objective changes",
+        "Set use_bias_correction_kl=False",
+    ),
+    Conflict(
+        ("delta",),
+        lambda config: config.delta is not None,
+        "it bounds the ratio, which the objective changes",
+        "Set delta=None",
+    ),
+)
+"""With objectives that lift the upper clip bound."""
+
+
+def _only_trls(setting: str) -> Conflict:
+    """Return the conflict of a setting of TRL's correction that is not the default."""
+    name = f"vllm_importance_sampling_{setting}"
+    default = getattr(GRPOConfig, name)
+    return Conflict(
+        (name,),
+        lambda config: getattr(config, name) != default,
+        "only TRL's own correction reads it",
+        "Leave it out",
+    )
+
+
+TRLS_CORRECTION = (_only_trls("mode"), _only_trls("clip_min"), _only_trls("clip_max"))
+"""With the default objective. One that was chosen does not read these settings."""
+
+WITH_A_CRITIC = {
+    "loss_type": CLIPPED_LOSS_TYPES,  # those with one ratio per token, clipped on both sides
+    "importance_sampling_level": ("token",),
+    "dynamic_sampling": (False,),  # compares completions of a group, as do the next two
+    "scale_rewards": ("none", False),
+    "multi_objective_aggregation": ("sum_then_normalize",),
+}
+"""Values of settings that fit advantages of a critic."""
+
+
+def check_conflicts(config: Any, conflicts: Iterable[Conflict]) -> None:
+    """Raise `ValueError` for the first conflict that a configuration has."""
+    for conflict in conflicts:
+        if conflict.occurs(config):
+            raise ValueError(
+                f"{conflict.given(config)} cannot work: {conflict.reason}. {conflict.way_out}."
+            )
+
+
+def objective_conflict(config: Any, objective: str) -> Conflict | None:
+    """Return what rules out an objective."""
+    if objective == TRL_LOSS:
+        return None
+    conflicts = [UNCORRECTED]
+    if config.objective is None:
+        conflicts += TRLS_CORRECTION
+    if get_objective(objective).lifts_upper_bound:
+        conflicts += LIFTED_BOUND
+    return next((conflict for conflict in conflicts if conflict.occurs(config)), None)
