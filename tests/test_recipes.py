@@ -431,5 +431,5 @@ def test_values_that_yaml_converts_are_refused(text, named, tmp_path):
     path.write_text(f"{text}\n")
     with pytest.raises(ValueError, match=named):
         parsed("grpo", "--config", path)
-    path.write_text("mismatch_guard: off\n")
+    path.write_text('mismatch_guard: "off"\n')
     assert parsed("grpo", "--config", path)[1].mismatch_guard == "off"

@@ -1,6 +1,7 @@
 """Mismatch and weight-change metrics, by hand."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -96,8 +97,13 @@ def test_no_scored_token_gives_no_metrics():
     )
 
 
-# A few completions, for trainers that score none
+# A few completions, for a proof
 # --------------------------------------------------------------------------------------------------
+
+
+def trainer_of(policy, temperature=1.0):
+    generation = SimpleNamespace(temperature=temperature)
+    return SimpleNamespace(model=policy, vllm_generation=generation, _listed_count=0)
 
 
 def test_samples_are_scored_as_the_policy_finds_them():
@@ -105,7 +111,7 @@ def test_samples_are_scored_as_the_policy_finds_them():
     prompts, completions = [[7, 8, 9], [5], [6, 7]], [[12, 13], [], [30]]
     behavior = [[[-2.0], [None]], [], [[-9999.0]]]  # -9999: a server's stand-in for -inf
     samples = Samples(prompts, completions, behavior, None, has_images=False)
-    scored = list(scored_samples(policy, samples, temperature=0.7))
+    scored = list(scored_samples(trainer_of(policy, temperature=0.7), samples))
     assert policy.training, "the pass left the policy in evaluation mode"
     assert [each.proximal_logps.shape for each in scored] == [(1, 2), (1, 0), (1, 1)]
     torch.testing.assert_close(
@@ -129,7 +135,7 @@ def test_a_few_samples_of_different_prompts_are_scored(monkeypatch):
     completions = [[4 + number] * 5 for number in range(count)]
     behavior = [[[-float(number)]] * 5 for number in range(count)]
     samples = Samples(prompts, completions, behavior, None, has_images=False)
-    scored = list(scored_samples(tiny_model(), samples, temperature=1.0))
+    scored = list(scored_samples(trainer_of(tiny_model()), samples))
     assert len(scored) == scoring.SCORED_SAMPLES
     assert [each.behavior_logps[0].tolist() for each in scored] == [
         [-float(number)] * 3 for number in range(0, count, 4)

@@ -11,6 +11,7 @@ from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
+from accelerate import PartialState
 from transformers import TrainerControl, TrainerState, TrainingArguments
 from trl import GRPOConfig
 
@@ -182,13 +183,14 @@ def test_half_a_gzipped_log_is_refused(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_one_process_writes(first, tmp_path):
+def test_one_process_writes(first, tmp_path, monkeypatch):
     args = TrainingArguments(str(tmp_path), learning_rate=3e-5, hub_token="secret", use_cpu=True)
     state = TrainerState(is_world_process_zero=first, global_step=0)
     callback = RunLogCallback({"algorithm": "GRPO"})
     callback.on_log(args, state, TrainerControl(), logs={"eval_reward": 1.0})
     assert not (tmp_path / RUN_LOG).exists(), "evaluating without training leaves no log"
     config = SimpleNamespace(_name_or_path="some/model")
+    monkeypatch.setattr(PartialState, "is_main_process", first)
     callback.on_train_begin(args, state, TrainerControl(), model=SimpleNamespace(config=config))
     state.global_step = 2
     callback.on_log(args, state, TrainerControl(), logs={"reward": 0.5})
