@@ -50,8 +50,8 @@ def run(args: argparse.Namespace) -> int:
 
     from trl_qurl.config.checks import check_engine_arguments
     from trl_qurl.quantization.plan import read_formats, schemes_of
+    from trl_qurl.rollout.checks.hardware import check_cpu_build, kernel_environment
     from trl_qurl.rollout.engine import launch
-    from trl_qurl.rollout.engine.hardware import check_cpu_build, kernel_environment
 
     launch.require_vllm()
     launch.check_options(args.extra_args)

@@ -77,7 +77,7 @@ class WeightSync:
         """
         route = self.route
         # An engine in this process is handed the tensors themselves: its digests would be of ours.
-        travels = route.group.is_shared or route.folder is not None
+        travels = route.group.is_together or route.checkpoints > 0
         has_digests = travels and (self.settings.sync_check_interval > 0 or is_repeated)
         if route.weights.smoothing is not None and not is_repeated:
             route.weights.smoothing.begin_sync()
@@ -93,7 +93,7 @@ class WeightSync:
             try:
                 self._send(has_digests)
             except torch.OutOfMemoryError as error:
-                if not route.group.is_shared:
+                if not route.group.is_together:
                     error.add_note(MEMORY_ADVICE)
                 raise
             if torch.accelerator.is_available():
@@ -111,7 +111,7 @@ class WeightSync:
             return False
         # Digests would hide a race between a receiver's streams, and NCCL has not shown on a GPU
         # that there is none.
-        is_nccl = self.route.group.is_shared and self.route.folder is None
+        is_nccl = self.route.group.is_together and self.route.checkpoints == 0
         return is_nccl or self._count % interval == 0
 
     def _send(self, has_digests: bool) -> None:
@@ -123,7 +123,7 @@ class WeightSync:
         is_source = route.engine is not None and (route.folder is None or route.folder.is_writer)
         stream = MeteredStream(tensors, {} if has_digests and is_source else None)
         noise = None
-        if route.group.is_shared:
+        if route.group.is_together:
             noise = f"seed{self.settings.seed}-step{self.global_step()}"
         route.send(WeightUpdate(self.version, has_digests, noise=noise), stream)
 

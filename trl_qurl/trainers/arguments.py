@@ -19,7 +19,7 @@ from trl.import_utils import is_vllm_available
 
 from trl_qurl.paths import check_model_directory, is_local
 from trl_qurl.quantization.formats import gpu_capability
-from trl_qurl.rollout.engine.hardware import WORTH_COMPILING
+from trl_qurl.rollout.checks.hardware import WORTH_COMPILING
 from trl_qurl.rollout.preparation import RolloutSettings
 
 # TRL passes these to every reward function by name, before the dataset's columns.

@@ -14,9 +14,9 @@ import torch
 from trl import GRPOConfig, RLOOConfig
 
 from trl_qurl.rollout.backend import QuantizedVLLMGeneration
+from trl_qurl.rollout.checks.prompts import check_special_tokens
 from trl_qurl.rollout.group import TOGETHER
 from trl_qurl.rollout.mismatch import MismatchTally
-from trl_qurl.rollout.prompts import check_special_tokens
 from trl_qurl.rollout.substitution import substitute
 from trl_qurl.trainers.arguments import (
     applies_uaq,

@@ -13,7 +13,7 @@ from accelerate.logging import get_logger
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase, Trainer
 
-from trl_qurl.rollout.prompts import check_tokens
+from trl_qurl.rollout.checks.prompts import check_tokens
 
 logger = get_logger(__name__)  # of the main process
 

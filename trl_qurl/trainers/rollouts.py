@@ -28,8 +28,8 @@ from trl.trainer.utils import RepeatSampler
 
 from trl_qurl.objective import OBJECTIVES, TRL_LOSS, Objective, surrogate_terms
 from trl_qurl.rollout.backend import Tokens
+from trl_qurl.rollout.checks.prompts import check_room
 from trl_qurl.rollout.mismatch import MismatchTally
-from trl_qurl.rollout.prompts import check_room
 from trl_qurl.rollout.repairs.image_prompts import plain_prompts
 from trl_qurl.trainers import listed_tokens
 from trl_qurl.trainers.arguments import check_arguments
