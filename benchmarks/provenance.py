@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from trl_qurl.rollout.engine.hardware import saturates
+from trl_qurl.rollout.checks.hardware import saturates
 
 ROOT = Path(__file__).parents[1]
 

@@ -16,18 +16,17 @@ from trl_qurl.quantization.checkpoint import CheckpointWriter
 from trl_qurl.quantization.rounded_base import check_unrounded, round_base
 from trl_qurl.quantization.storage import CACHE_VARIABLE, read_tensors
 from trl_qurl.rollout.adapter import (
-    adapter_obstacle,
     adapter_rank,
     adapter_tensors,
     engine_rank,
     write_adapter,
 )
+from trl_qurl.rollout.checks.adapter import adapter_obstacle, choose_adapter
 from trl_qurl.rollout.checks.tensors import base_digests
 from trl_qurl.rollout.directory import CheckpointFolder
 from trl_qurl.rollout.engine.launch import starting_checkpoint
 from trl_qurl.rollout.errors import SyncError
 from trl_qurl.rollout.group import APART, TOGETHER
-from trl_qurl.rollout.preparation import choose_adapter
 from trl_qurl.rollout.routes import AdapterRoute
 
 TOKENS = torch.tensor([[5, 9, 70, 33]])

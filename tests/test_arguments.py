@@ -25,7 +25,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 
 from trl_qurl import QuRLGRPOTrainer
-from trl_qurl.rollout.engine.hardware import WORTH_COMPILING
+from trl_qurl.rollout.checks.hardware import WORTH_COMPILING
 from trl_qurl.trainers.arguments import rollout_settings
 from trl_qurl.trainers.checks.arguments import check_plain_answers
 from trl_qurl.trainers.run_log import RUN_LOG, begin_log, end_log

@@ -33,8 +33,8 @@ from trl_qurl.quantization.checkpoint import load_model
 from trl_qurl.quantization.checkpoint_form import CheckpointForm
 from trl_qurl.quantization.layers import ignored_modules
 from trl_qurl.quantization.merging import model_parameters
-from trl_qurl.rollout.adapter import adapter_obstacle, check_rounding
-from trl_qurl.rollout.engine.hardware import check_cpu_build
+from trl_qurl.rollout.checks.adapter import adapter_obstacle, check_rounding
+from trl_qurl.rollout.checks.hardware import check_cpu_build
 from trl_qurl.rollout.preparation import plan_rollouts
 
 

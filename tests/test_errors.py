@@ -35,7 +35,7 @@ from trl_qurl.rollout.backend import QuantizedVLLMGeneration
 from trl_qurl.rollout.engine import worker
 from trl_qurl.rollout.engine.colocated import prepare_process
 from trl_qurl.rollout.errors import ServerError, SyncError
-from trl_qurl.rollout.preparation import choose_route
+from trl_qurl.rollout.routes import choose_route
 
 # Put on PYTHONPATH, this hides a package from a new process as if it were not installed.
 HIDE = """
@@ -174,7 +174,7 @@ def amx(monkeypatch):
 
 
 def ampere(monkeypatch):
-    monkeypatch.setattr("trl_qurl.rollout.engine.hardware.gpu_capability", lambda: (8, 0))
+    monkeypatch.setattr("trl_qurl.rollout.checks.hardware.gpu_capability", lambda: (8, 0))
 
 
 def any_hardware(monkeypatch):
@@ -392,17 +392,14 @@ def test_server_on_another_base(tmp_path):
         client.check_base(sent | {"model.norm.weight": "another"})
 
 
-@pytest.mark.parametrize("answers_404_to", [(), ("describe_config", "/server_info")])
-def test_server_that_cannot_load_weights(answers_404_to):
-    """Without our workers, or without vLLM's development endpoints."""
+@pytest.mark.parametrize("error", [("not found", 404), ("Method 'x' is not implemented.", 500)])
+def test_server_that_cannot_load_weights(error):
+    """Without vLLM's development endpoints, or without our workers."""
     server = FakeServer()
-    server.config["parallel_config"]["worker_extension_cls"] = ""
 
     def before_answer(asked):
-        if asked in answers_404_to:
-            raise ServerError("not found", 404)
-        if asked == "describe_config":
-            raise ServerError("no such method", 500)
+        if asked == "describe_rollouts":
+            raise ServerError(*error)
 
     server.before_answer = before_answer
     with pytest.raises(ValueError, match=f"{URL} .*`trl-qurl serve MODEL"):

@@ -23,7 +23,7 @@ from trl_qurl.lab.evaluation.results import Answers, build_table, summarize
 from trl_qurl.lab.evaluation.scores import Z95, average_at_k, paired_difference
 from trl_qurl.lab.evaluation.tasks import SOURCES, encode_prompts, load_tasks
 from trl_qurl.lab.evaluation.worker import Job, answer_task, start
-from trl_qurl.rollout.engine import hardware
+from trl_qurl.rollout.checks import hardware
 from trl_qurl.rollout.repairs import cpu_memory
 
 answer_sheets = st.integers(1, 5).flatmap(

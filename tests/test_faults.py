@@ -219,8 +219,8 @@ def test_restarts_with_old_weights(deployment, undisturbed):
 @pytest.mark.parametrize(
     ("method", "lose", "says"),
     [
-        ("generate", "lose", "is gone"),
-        ("load_checkpoint", "lose", "is gone"),
+        ("generate", "lose", "did not answer"),
+        ("load_checkpoint", "lose", "did not answer"),
         ("load_checkpoint", "lose_engine", "The engine has died"),
     ],
 )

@@ -31,6 +31,7 @@ from trl import GRPOTrainer
 from trl_qurl import QuRLGRPOTrainer, QuRLPPOTrainer
 from trl_qurl.config import CLIPPED_LOSS_TYPES
 from trl_qurl.objective import OBJECTIVES
+from trl_qurl.rollout import sync
 from trl_qurl.rollout.errors import SyncError
 from trl_qurl.rollout.mismatch import mismatch_metrics, mismatch_sums
 from trl_qurl.trainers.checks.arguments import MERGED
@@ -550,6 +551,18 @@ def test_weights_that_no_sync_has_sent_are_sent_before_tokens_are_sampled(traine
         rollout_of(trainer)
         versions.append(generation.sync.version)
     assert versions[0] == versions[1] != versions[2]
+
+
+def test_the_weights_are_read_once_per_rollout(trainer, monkeypatch):
+    rollout_of(trainer)
+    read = []
+    fingerprint = sync.fingerprint
+    monkeypatch.setattr(sync, "fingerprint", lambda model: read.append(0) or fingerprint(model))
+    trainer.vllm_generation.sync_weights()
+    rollout_of(trainer)
+    assert len(read) == 1, "the sync reads them, and a moment later only counters are compared"
+    rollout_of(trainer)
+    assert len(read) == 2
 
 
 def test_after_a_sync_that_failed_the_weights_are_sent_again(trainer):

@@ -17,8 +17,8 @@ from trl_qurl.lab.activations import round_activations
 from trl_qurl.lab.comparison import candidates
 from trl_qurl.quantization import SCHEMES
 from trl_qurl.quantization.formats import FP8_CACHES, TOKEN_CACHES
-from trl_qurl.rollout.engine import hardware
-from trl_qurl.rollout.engine.hardware import kernel_environment
+from trl_qurl.rollout.checks import hardware
+from trl_qurl.rollout.checks.hardware import kernel_environment
 
 CUTLASS, TRITON = "CutlassInt8ScaledMMLinearKernel", "TritonInt8ScaledMMLinearKernel"
 DEEP_GEMM = ["FlashInferFp8DeepGEMMDynamicBlockScaledKernel", "DeepGemmFp8BlockScaledMMKernel"]

@@ -13,8 +13,8 @@ from trl_qurl import QuRLGRPOTrainer
 from trl_qurl.quantization import SCHEMES
 from trl_qurl.quantization.checkpoint_form import parameter_name
 from trl_qurl.quantization.merging import model_parameters
+from trl_qurl.rollout.checks.fingerprint import fingerprint
 from trl_qurl.rollout.preparation import check_policy
-from trl_qurl.rollout.sync import fingerprint
 from trl_qurl.trainers.checks.arguments import MERGED
 
 

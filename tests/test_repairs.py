@@ -12,8 +12,8 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 from tiny import tiny_model
 
+from trl_qurl.lab.engine import start_engine
 from trl_qurl.rollout import repairs
-from trl_qurl.rollout.engine.colocated import start_engine
 from trl_qurl.rollout.wire import WORKER_EXTENSION
 
 FOLDER = ROOT / "trl_qurl" / "rollout" / "repairs"

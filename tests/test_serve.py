@@ -299,7 +299,6 @@ def test_the_key_is_neither_printed_nor_in_the_command(model, capfd, monkeypatch
     assert environment[guard.API_KEY_VARIABLE] == "a-secret" and str(model) in words
     assert environment["VLLM_SERVER_DEV_MODE"] == "1"
     assert "--disable-uvicorn-access-log" in words
-    assert "ignore:resource_tracker" in environment["PYTHONWARNINGS"], "leaked semaphores"
     assert "a-secret" not in " ".join([*words, *capfd.readouterr()])
 
 

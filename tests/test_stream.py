@@ -27,14 +27,14 @@ from trl_qurl.quantization import SCHEMES, make_plan, write_checkpoint
 from trl_qurl.quantization.merging import model_parameters
 from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.quantization.uaq import scale_model_
+from trl_qurl.rollout.checks.server import difference
 from trl_qurl.rollout.checks.tensors import MeteredStream
 from trl_qurl.rollout.engine import served
 from trl_qurl.rollout.engine.broadcast import Broadcast
 from trl_qurl.rollout.engine.colocated import ColocatedEngine
 from trl_qurl.rollout.errors import ServerError, ServerLostError, SyncError
 from trl_qurl.rollout.group import APART, TOGETHER
-from trl_qurl.rollout.preparation import choose_route
-from trl_qurl.rollout.routes import StreamRoute, stream_metadata
+from trl_qurl.rollout.routes import StreamRoute, choose_route, stream_metadata
 from trl_qurl.rollout.sync import RolloutCost, WeightSync
 from trl_qurl.rollout.wire import EngineDescription, WeightUpdate
 
@@ -440,7 +440,7 @@ def test_what_a_server_quantizes_is_compared_by_its_checkpoint(scheme, tmp_path)
         client.plan = make_plan(model, formats, ignore)
         metadata = stream_metadata(WeightStream(model, client.plan))
         client.shapes = {name: shape for name, _, shape in metadata}
-        return client._difference().partition("first model.layers.")[2]
+        return difference(client).partition("first model.layers.")[2]
 
     assert first(model, HEAD, "model.layers.1.mlp.down_proj") == ""
     assert first(model, "re:(lm_head|.*1.mlp.down_proj)") == ""
@@ -513,7 +513,7 @@ def test_a_worker_says_how_its_model_is_quantized(client, server):
     assert client.describe().dtype is None, "one parameter is in 32 bits, and would be sent in 16"
     held.quant_config = SimpleNamespace(get_name=lambda: "awq")
     held.lora_config = SimpleNamespace(max_lora_rank=16)
-    assert client.describe().max_lora_rank == 16 and "vLLM's awq there" in client._difference()
+    assert client.describe().max_lora_rank == 16 and "vLLM's awq there" in difference(client)
     assert len({scheme.served_as for scheme in SCHEMES.values()}) == len(SCHEMES), (
         "two formats that a server mixes up"
     )

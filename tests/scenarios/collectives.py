@@ -201,7 +201,7 @@ def plant(case: Case) -> None:
     """Faults of ours, one at a time, each in one process."""
     parameters, require = routes.model_parameters, sync.WeightSync.require_version
     planted = {
-        "an error is kept": (False, "group.Together.run", lambda self, act, *join: act(), 1),
+        "an error is kept": (False, "group.Group.run", lambda self, act, *join: act(), 1),
         "a tensor is not read": (
             False,
             "routes.model_parameters",
@@ -243,7 +243,7 @@ def main(out: Path, kind: str, route: str, *faults: str) -> None:
         patches.enter_context(mock.patch.object(VLLMClient, "init_communicator", join))
         if route == "stream":
             patches.enter_context(
-                mock.patch.object(backend, "choose_route", lambda *args: ("stream", "a test"))
+                mock.patch.object(routes, "choose_route", lambda *args: ("stream", "a test"))
             )
         patches.enter_context(recorder)
         if faults in (("planted",), ("resumed",)):

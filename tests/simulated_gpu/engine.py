@@ -90,7 +90,7 @@ def simulate(case: Case) -> Report:
     models = [build_policy(case, seed) for seed in range(RELOADS + 1)]
     stage = "refused"
     try:
-        from trl_qurl.rollout.engine import hardware
+        from trl_qurl.rollout.checks import hardware
 
         hardware.gpu_capability = lambda: GPUS[case.gpu]
         hardware.has_flashinfer = lambda: case.has_flashinfer

@@ -188,7 +188,6 @@ class FakeServer:
             "data": [{"id": "model"}],
             "success": True,
             "world_size": 1,
-            "vllm_config": self.config,
         }
 
     def _choices(

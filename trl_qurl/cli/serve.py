@@ -34,8 +34,8 @@ def run(args: argparse.Namespace) -> int:
 
     from trl_qurl.config.checks.engine_arguments import check_followed
     from trl_qurl.quantization.plan import read_formats, schemes_of
+    from trl_qurl.rollout.checks.hardware import check_cpu_build, kernel_environment
     from trl_qurl.rollout.engine import launch
-    from trl_qurl.rollout.engine.hardware import check_cpu_build, kernel_environment
 
     launch.require_vllm()
     launch.check_options(args.extra_args)

@@ -128,7 +128,7 @@ def check_output(path: Path) -> None:
 
 def candidates(names: Sequence[str] | None) -> dict[str, Formats]:
     """Return the named formats, or else all with kernels on this machine; never the baseline."""
-    from trl_qurl.rollout.engine.hardware import available_formats
+    from trl_qurl.rollout.checks.hardware import available_formats
 
     formats = read_schemes(available_formats() if names is None else names)
     if formats.keys() == {BASELINE}:
@@ -151,7 +151,7 @@ def fitting_formats(
     `kernel_environment` warns and raises here, too, because the engines' processes are silent.
     """
     from trl_qurl.quantization.plan import make_plan, schemes_of
-    from trl_qurl.rollout.engine.hardware import kernel_environment
+    from trl_qurl.rollout.checks.hardware import kernel_environment
 
     fitting = candidates(names)
     for name, formats in [*fitting.items()]:

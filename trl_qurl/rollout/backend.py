@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from accelerate.logging import get_logger
-from accelerate.utils import broadcast_object_list, gather_object, is_peft_model
+from accelerate.utils import broadcast_object_list, is_peft_model
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
@@ -22,7 +22,8 @@ from trl_qurl.quantization.formats import FP8_CACHES
 from trl_qurl.quantization.layers import LARGE_KEYS, check_recurrent_layers, has_large_keys
 from trl_qurl.quantization.merging import Tensors, model_parameters
 from trl_qurl.quantization.plan import format_name
-from trl_qurl.rollout.adapter import adapter_obstacle, adapter_rank, check_rounding, engine_rank
+from trl_qurl.rollout.adapter import adapter_rank
+from trl_qurl.rollout.checks.prompts import check_prompts, check_room, longest_of_all
 from trl_qurl.rollout.cost import RolloutCost
 from trl_qurl.rollout.directory import CheckpointFolder
 from trl_qurl.rollout.engine import colocated
@@ -31,16 +32,13 @@ from trl_qurl.rollout.engine.served import ServedEngine
 from trl_qurl.rollout.group import APART, TOGETHER
 from trl_qurl.rollout.preparation import (
     RolloutSettings,
-    choose_adapter,
-    choose_route,
     prepare_weights,
     round_frozen_base,
 )
-from trl_qurl.rollout.prompts import check_room, check_tokens
 from trl_qurl.rollout.repairs.finalizer import release_when_deleted
 from trl_qurl.rollout.repairs.image_prompts import as_plain, check_seen
 from trl_qurl.rollout.results import Completions, named
-from trl_qurl.rollout.routes import ROUTES, Route, stream_metadata
+from trl_qurl.rollout.routes import AdapterRoute, Route, StreamRoute, choose, stream_metadata
 from trl_qurl.rollout.substitution import substitute
 from trl_qurl.rollout.sync import WeightSync
 from trl_qurl.rollout.wire import COMPILING, Engine, EngineDescription
@@ -98,7 +96,6 @@ class QuantizedVLLMGeneration(VLLMGeneration):
     runner: str = ""  # vLLM's model runner, "V1" or "V2", once the engine runs
     # Prompts without the tokens that stand for their images, by prompt as the trainer scores it.
     plain_prompts: dict[tuple[int, ...], list[int]]
-    _folder: CheckpointFolder | None = None  # of files that an engine starts from or loads
     _noise: EngineNoise | None = None  # of a colocated engine; a server gets it with each sync
 
     def __init__(
@@ -127,7 +124,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
             )
         self.weights = prepare_weights(self.model, self.rollout, self.accelerator, self._prompts)
         self.group = TOGETHER if self.rollout.is_served else APART
-        if self.group.is_shared:
+        if self.group.is_together:
             engine, route = self._connect()
         else:
             engine, route = self._start_colocated()
@@ -153,18 +150,21 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         with substitute(vllm_generation, "VLLMClient", client):
             self.group.run(super()._init_vllm, join=self.accelerator.wait_for_everyone)
         engine: Any = self.vllm_client if self.accelerator.is_main_process else None
-        name = self.group.from_main(lambda: self._choose_route(engine))
-        if name == "stream":
+        is_sharded = self._dist.is_fsdp or self._dist.is_zero3
+        kind: type[Route] = self.group.from_main(
+            lambda: choose(self.model, self.weights, self.rollout, engine, is_sharded)
+        )
+        if kind is StreamRoute:
             device = self.accelerator.device
             self.group.from_main(lambda: engine.open_stream(device))
-        return engine, self._make_route(name)
+        return engine, self._make_route(kind)
 
     def _start_colocated(self) -> tuple[Engine, Route]:
         """Start an engine in this process, from a checkpoint with the formats of its layers."""
-        name = self._choose_route()
+        kind = choose(self.model, self.weights, self.rollout)
         cls: Any = vllm_generation.LLM
         for_adapter: dict[str, Any] = {}
-        if name == "adapter":
+        if kind is AdapterRoute:
             cls, for_adapter = colocated.with_adapter(cls, adapter_rank(self.model))
         engine_kwargs = {
             "seed": self.rollout.seed,
@@ -177,7 +177,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         self._noise = EngineNoise(engine_kwargs["seed"], number)
         arguments = {"model_impl": self.model_impl, **engine_kwargs}
         colocated.prepare_process(plain_model(self.model), self.weights, arguments)
-        route = self._make_route(name)
+        route = self._make_route(kind)
         start = self._write_start(route)
         logger.info("Starting vLLM%s.", "" if engine_kwargs.get("enforce_eager") else COMPILING)
         length = self.max_completion_length or 0
@@ -188,76 +188,42 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         ):
             super()._init_vllm()
         logger.info("vLLM is ready.")
-        if self._folder is not None and not self.rollout.round_base:
-            self._folder.drop_weights("start")
+        if route.folder is not None and not self.rollout.round_base:
+            route.folder.drop_weights("start")
         release_when_deleted(self.llm)
         return colocated.ColocatedEngine(self.llm), route
 
     def _write_start(self, route: Route) -> Path | None:
         """Write what a colocated engine starts from, unless that is the model's own checkpoint."""
-        if self._folder is None:
+        folder = route.folder
+        if folder is None:
             return None
         plan = self.weights.plan
         label = format_name(plan.formats).upper() if plan.schemes else "full-precision"
-        logger.info("Writing %s weights for vLLM to %s.", label, self._folder.path)
-        return self._folder.write("start", route.starting_tensors())
+        logger.info("Writing %s weights for vLLM to %s.", label, folder.path)
+        return folder.write("start", route.starting_tensors())
 
-    def _choose_route(self, server: ServedEngine | None = None) -> str:
-        """Return how to send weights to the server, or to a colocated engine."""
-        requested = "adapter" if self.rollout.round_base else self.rollout.weight_sync
-        obstacle = adapter_obstacle(self.model)
-        rank = 0 if obstacle else adapter_rank(self.model)
-        if obstacle is None and self.weights.smoothing is not None:
-            obstacle = (
-                "smooth_activations folds scales into whole weights at every sync (remove it)"
-            )
-        served_rank = server.describe().max_lora_rank if server else None
-        restart = server.command(engine_rank(rank)) if server and rank else ""
-        is_alone, reason = choose_adapter(requested, obstacle, rank, served_rank, restart)
-        if is_peft_model(self.model):
-            way = "The adapter is sent alone" if is_alone else "The adapter is merged"
-            logger.info("%s: %s.", way, reason)
-        if self.rollout.round_base:
-            check_rounding(self.model, self.weights.plan)
-        if is_alone:
-            return "adapter"
-        if server is None:
-            return "stream" if requested == "auto" else requested
-        is_sharded = self._dist.is_fsdp or self._dist.is_zero3
-        device = self.accelerator.device
-        name, reason = choose_route(requested, device, server.stream_obstacle, is_sharded)
-        logger.info("Sending weights to %s by %s: %s.", server.base_url, name, reason)
-        return name
-
-    def _make_route(self, name: str) -> Route:
-        """Make the route of this name, and the folder of its files.
+    def _make_route(self, kind: type[Route]) -> Route:
+        """Make a route, and the folder of its files.
 
         A colocated engine also starts from that folder, unless it can start from the model itself.
         """
-        rollout = self.rollout
         weights = self.weights
-        needs_own_start = weights.plan.schemes or not self.model.name_or_path or name == "adapter"
-        starts_here = not self.group.is_shared and bool(needs_own_start)
-        # How many at a time: one that is being written, and one that the engine may still read.
-        checkpoints = 2
-        if name == "stream":
-            checkpoints = 1
-        elif name == "adapter":  # its base
-            checkpoints = int(starts_here or rollout.round_base)
-        if starts_here or name != "stream":
-            self._folder = CheckpointFolder(
+        has_start = self.model.name_or_path and not weights.plan.schemes
+        folder = None
+        if kind.checkpoints or not (self.group.is_together or has_start):
+            folder = CheckpointFolder(
                 self.accelerator,
                 CheckpointWriter(plain_model(self.model), self.processing_class, weights.plan),
-                rollout.rollout_checkpoint_dir,
-                checkpoints * weights.nbytes(),
-                self.group.is_shared,
+                self.rollout.rollout_checkpoint_dir,
+                max(1, kind.checkpoints) * weights.nbytes(),
+                self.group.is_together,
             )
-        folder = None if name == "stream" else self._folder
-        return ROUTES[name](self.model, weights, self.group, folder, rollout.round_base)
+        return kind(self.model, weights, self.group, folder, self.rollout.round_base)
 
     def sync_weights(self) -> None:
         """Send the policy's current weights to the engine. A collective operation."""
-        if self.enable_sleep_mode and not self.group.is_shared:
+        if self.enable_sleep_mode and not self.group.is_together:
             # As the parent does: loading into unmapped memory crashes on some devices.
             vllm_generation.empty_cache()
             self.llm.wake_up(tags=["weights"])
@@ -295,25 +261,14 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         self.cost.tokens += sum(len(completion) for completion in result.completion_ids)
         return result
 
-    def _check_prompts(self, prompts: Tokens, has_images: bool) -> None:
-        """Raise `ValueError` in all processes if a prompt of one fills the context.
-
-        Warns if completions end early.
-        """
-        lengths = gather_object([max(map(len, prompts), default=0)])
-        check_room(max(lengths), self.context, self.max_completion_length or 1)
-        if has_images:  # their placeholders may be no tokens of the model
-            return
-        rows = self.model.config.get_text_config().vocab_size
-        for prompt in prompts:
-            check_tokens(prompt, rows, self.processing_class)
-
     def _sample(
         self, prompts: Tokens, images: list | None, num_generations: int, **kwargs: Any
     ) -> Completions:
         has_images = images is not None
-        self._check_prompts(prompts, has_images)
-        expands = has_images and not self.group.is_shared
+        check_room(longest_of_all(prompts), self.context, self.max_completion_length or 1)
+        if not has_images:  # whose placeholders may be no tokens of the model
+            check_prompts(prompts, self.model.config, self.processing_class)
+        expands = has_images and not self.group.is_together
         sent = prompts
         if expands:
             sent = [as_plain(prompt, self.plain_prompts) for prompt in prompts]
@@ -323,7 +278,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
                     prompts=sent, images=images, num_generations=num_generations, **kwargs
                 )
         except Exception:
-            if self.group.is_shared and self.accelerator.is_main_process:
+            if self.group.is_together and self.accelerator.is_main_process:
                 # The other processes wait for the completions, inside the parent's method.
                 broadcast_object_list([Completions([], [], [], [])], from_process=0)
             raise

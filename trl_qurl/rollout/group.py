@@ -7,6 +7,7 @@ checked again.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from accelerate import PartialState
@@ -22,16 +23,16 @@ Result = TypeVar("Result")
 
 
 def nothing() -> None:
-    """Do nothing: what other processes do after most errors."""
+    """Do nothing: what other processes need after most errors."""
 
 
-class Together:
-    """The processes that one server serves, or that write a file together.
+@dataclass(frozen=True)
+class Group:
+    """All processes of a run. Every method is a collective operation, if they are together."""
 
-    Every method is a collective operation.
-    """
-
-    is_shared = True  # whether one engine serves all processes
+    # Whether one engine serves all of them, or they write a file together. Processes with an engine
+    # each need no word from the others.
+    is_together: bool
 
     def run(self, act: Callable[[], Result], join: Callable[[], object] = nothing) -> Result:
         """Return the result of `act`; raise in every process what it raises in the main one.
@@ -41,34 +42,32 @@ class Together:
         """
         failure: Exception | None = None
         try:
-            result = act_or_join(act, join)
+            try:
+                result = act()
+            except Exception:
+                join()
+                raise
         except Exception as error:
             failure = error
-        outcome = [failure]
-        broadcast_object_list(outcome, from_process=0)
-        failure = outcome[0] or failure
+        failure = self._of_main(failure) or failure
         if failure is not None:
             raise failure
         return result
 
     def from_main(self, act: Callable[[], Result]) -> Result:
-        """Return in every process what `act` returns, or raise its error.
-
-        Only the main process calls it.
-        """
+        """Return in every process what `act` returns in the main one, which alone calls it."""
         result: Any = None
-        failure: Exception | None = None
-        if PartialState().is_main_process:
-            try:
-                result = act()
-            except Exception as error:
-                failure = error
-        outcome = [(result, failure)]
-        broadcast_object_list(outcome, from_process=0)
-        result, failure = outcome[0]
-        if failure is not None:
-            raise failure
-        return result
+        if PartialState().is_main_process or not self.is_together:
+            result = self.run(act)
+        else:
+            self.run(nothing)
+        return self._of_main(result)
+
+    def _of_main(self, value: Any) -> Any:
+        values = [value]
+        if self.is_together:
+            broadcast_object_list(values, from_process=0)
+        return values[0]
 
     def recover(self, operation: Callable[[bool], Result], reconnect: Callable[[], None]) -> Result:
         """Run an operation, retry it after server faults, and return its result.
@@ -91,28 +90,5 @@ class Together:
                 )
 
 
-class Apart(Together):
-    """Processes with an engine each, which need no word from the others."""
-
-    is_shared = False
-
-    def run(self, act: Callable[[], Result], join: Callable[[], object] = nothing) -> Result:
-        """Return the result of `act`, or raise its error, in this process alone."""
-        return act_or_join(act, join)
-
-    def from_main(self, act: Callable[[], Result]) -> Result:
-        """Return the result of `act`, or raise its error, in this process alone."""
-        return act()
-
-
-def act_or_join(act: Callable[[], Result], join: Callable[[], object]) -> Result:
-    """Return the result of `act`; call `join` before its error is raised."""
-    try:
-        return act()
-    except Exception:
-        join()
-        raise
-
-
-TOGETHER = Together()
-APART = Apart()
+TOGETHER = Group(True)
+APART = Group(False)

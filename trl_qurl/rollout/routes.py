@@ -1,8 +1,7 @@
 """The routes of weights to an engine: a stream, files of a checkpoint, an adapter alone.
 
-`QuantizedVLLMGeneration` chooses one when it starts an engine. From then on, every sync asks the
-same of each: `tensors` to send, `send` to load them, and `check` for what the engine has and is not
-sent.
+`choose` takes one when an engine starts. From then on, every sync asks the same of each: `tensors`
+to send, `send` to load them, and `check_base` for what the engine has and is not sent.
 """
 
 import functools
@@ -15,19 +14,25 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
+from accelerate.logging import get_logger
+from accelerate.utils import is_peft_model
 
 from trl_qurl.quantization.checkpoint_form import NamedTensors
 from trl_qurl.quantization.merging import Tensors, model_parameters
 from trl_qurl.quantization.rounded_base import round_base
 from trl_qurl.quantization.storage import read_tensors
 from trl_qurl.quantization.stream import WeightStream
-from trl_qurl.rollout.adapter import adapter_obstacle, adapter_tensors, write_adapter
+from trl_qurl.rollout.adapter import adapter_rank, adapter_tensors, engine_rank, write_adapter
+from trl_qurl.rollout.checks.adapter import adapter_obstacle, check_rounding, choose_adapter
 from trl_qurl.rollout.checks.tensors import MeteredStream, base_digests
 from trl_qurl.rollout.directory import CheckpointFolder
 from trl_qurl.rollout.errors import SyncError
-from trl_qurl.rollout.group import Together
+from trl_qurl.rollout.group import Group
+from trl_qurl.rollout.preparation import RolloutSettings
 from trl_qurl.rollout.substitution import substitute
 from trl_qurl.rollout.wire import Engine, TensorMetadata, WeightUpdate
+
+logger = get_logger(__name__)  # of the main process
 
 
 @dataclass(eq=False)
@@ -36,7 +41,7 @@ class Route(ABC):
 
     model: Any
     weights: WeightStream  # of this model
-    group: Together  # the processes at this end of the route
+    group: Group  # the processes at this end of the route
     folder: CheckpointFolder | None = None  # of the files that the engine loads
     # whether the trainer computes with a frozen base's rounded values as well
     rounds_base: bool = False
@@ -46,6 +51,8 @@ class Route(ABC):
     dtype: torch.dtype | None = field(init=False, default=None)
 
     is_merged = True  # whether an adapter is merged into the weights
+    # Of files, how many at a time: one that is written, and one that the engine may still read.
+    checkpoints = 2
 
     def starting_tensors(self) -> Tensors:
         """Return the tensors of the checkpoint that the engine starts from."""
@@ -73,8 +80,10 @@ class Route(ABC):
 class StreamRoute(Route):
     """A stream, read in this process by a colocated engine, or received over NCCL by a server."""
 
+    checkpoints = 0
+
     def send(self, update: WeightUpdate, stream: MeteredStream) -> None:  # noqa: D102
-        if self.group.is_shared:
+        if self.group.is_together:
             update = update._replace(metadata=stream_metadata(self.weights, self.dtype))
         # The other processes gather with this one until the end.
         drain: Callable[[], object] = functools.partial(deque, stream, maxlen=0)
@@ -127,6 +136,7 @@ class AdapterRoute(CheckpointRoute):
     """Files of a LoRA adapter, for an engine that has the frozen base below it, quantized."""
 
     is_merged = False
+    checkpoints = 1  # of the base
     # of the base, if rounding has overwritten the weights it was made from
     checkpoint: Path | None = None
     # of the base that a server must have; only in the main process
@@ -154,12 +164,10 @@ class AdapterRoute(CheckpointRoute):
         engine_dtype = self.dtype or torch.float32
         if self.rounds_base:
             started = self.folder.path / "start"  # by a colocated engine
-            self.checkpoint = (
-                self.folder.write("start", self.starting_tensors())
-                if self.group.is_shared
-                else started
-            )
-        if self.group.is_shared:
+            if self.group.is_together:
+                started = self.folder.write("start", self.starting_tensors())
+            self.checkpoint = started
+        if self.group.is_together:
             tensors = self.starting_tensors()
             if PartialState().is_main_process:
                 self.digests = base_digests(tensors, engine_dtype)
@@ -183,13 +191,80 @@ class AdapterRoute(CheckpointRoute):
         self.engine.load_adapter(path, update)
 
 
-ROUTES: dict[str, Callable[..., Route]] = {
+ROUTES: dict[str, type[Route]] = {
+    "auto": StreamRoute,  # to a colocated engine
     "stream": StreamRoute,
     "checkpoint": CheckpointRoute,
     "llmcompressor": LLMCompressorRoute,
-    "adapter": AdapterRoute,
 }
-"""The routes by the config's `weight_sync`."""
+"""The routes of whole weights, by the config's `weight_sync`."""
+
+
+def choose(
+    model: Any,
+    weights: WeightStream,
+    rollout: RolloutSettings,
+    server: Any = None,
+    is_sharded: bool = False,
+) -> type[Route]:
+    """Choose the route to an engine, and log why.
+
+    Args:
+        model: The policy.
+        weights: The stream of its weights.
+        rollout: The run's settings.
+        server: A `ServedEngine`, or `None` for a colocated engine.
+        is_sharded: Whether processes hold parts of the policy.
+
+    Raises:
+        ValueError: The route that the settings request is not possible.
+    """
+    requested = "adapter" if rollout.round_base else rollout.weight_sync
+    obstacle = adapter_obstacle(model)
+    rank = 0 if obstacle else adapter_rank(model)
+    if obstacle is None and weights.smoothing is not None:
+        obstacle = "smooth_activations folds scales into whole weights at every sync (remove it)"
+    served_rank = server.describe().max_lora_rank if server else None
+    restart = server.command(engine_rank(rank)) if server and rank else ""
+    is_alone, reason = choose_adapter(requested, obstacle, rank, served_rank, restart)
+    if is_peft_model(model):
+        way = "The adapter is sent alone" if is_alone else "The adapter is merged"
+        logger.info("%s: %s.", way, reason)
+    if rollout.round_base:
+        check_rounding(model, weights.plan)
+    if is_alone:
+        return AdapterRoute
+    if server is None:
+        return ROUTES[requested]
+    device = PartialState().device
+    name, reason = choose_route(requested, device, server.stream_obstacle, is_sharded)
+    logger.info("Sending weights to %s by %s: %s.", server.base_url, name, reason)
+    return ROUTES[name]
+
+
+def choose_route(
+    requested: str, device: torch.device, obstacle: str | None, is_sharded: bool
+) -> tuple[str, str]:
+    """Choose how to send whole weights to a server, and give the reason.
+
+    `requested` is the config's `weight_sync`, `device` the trainer's, `obstacle` why the server
+    accepts no stream, and `is_sharded` whether processes hold parts of the policy. Raises
+    `ValueError` if a requested stream is not possible.
+    """
+    if device.type != "cuda":
+        obstacle = f"NCCL needs a CUDA device, and the trainer's is {device.type!r}"
+    if requested == "stream" and obstacle:
+        raise ValueError(
+            f"weight_sync='stream' is not possible: {obstacle}. Start the server with `trl-qurl "
+            "serve` on a separate GPU, or set weight_sync='checkpoint' (or 'auto')."
+        )
+    if requested != "auto":
+        return requested, f"weight_sync={requested!r} requests it"
+    if is_sharded and not obstacle:
+        obstacle = "streaming a sharded policy is untested on GPUs (weight_sync='stream' forces it)"
+    if obstacle:
+        return "checkpoint", obstacle
+    return "stream", "the trainer and the server both have NCCL"
 
 
 def stream_metadata(weights: WeightStream, dtype: torch.dtype | None = None) -> TensorMetadata:

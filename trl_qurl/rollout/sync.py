@@ -23,20 +23,13 @@ What the engine computes with the weights shows in the next rollout (`trainers/c
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from accelerate.utils import gather_object
-from torch.distributed.tensor import DTensor
 
-from trl_qurl.quantization.merging import reshard
-from trl_qurl.rollout.checks.tensors import (
-    MeteredStream,
-    as_integers,
-    bit_sum,
-    find_not_finite,
-    require_finite,
-)
+from trl_qurl.rollout.checks.fingerprint import Fingerprint, counted_changes, fingerprint
+from trl_qurl.rollout.checks.tensors import MeteredStream, find_not_finite, require_finite
 from trl_qurl.rollout.cost import RolloutCost
 from trl_qurl.rollout.errors import ServerError, SyncError
 from trl_qurl.rollout.preparation import RolloutSettings
@@ -53,7 +46,7 @@ class SentWeights(NamedTuple):
     """The policy as it was when its weights were sent."""
 
     step: int  # optimizer steps
-    fingerprint: "Fingerprint"
+    fingerprint: Fingerprint
 
 
 @dataclass(eq=False)
@@ -71,6 +64,7 @@ class WeightSync:
         self.needs_proof = False
         self.unchanged_since = 0  # step of the first sync that sent the same weights as the last
         self._sent: SentWeights | None = None
+        self._is_new = False  # whether nothing has asked about these weights yet
         self._run = uuid.uuid4().hex[:8]
         self._count = 0
 
@@ -83,7 +77,7 @@ class WeightSync:
         """
         route = self.route
         # An engine in this process is handed the tensors themselves: its digests would be of ours.
-        travels = route.group.is_shared or route.folder is not None
+        travels = route.group.is_together or route.checkpoints > 0
         has_digests = travels and (self.settings.sync_check_interval > 0 or is_repeated)
         if route.weights.smoothing is not None and not is_repeated:
             route.weights.smoothing.begin_sync()
@@ -99,13 +93,14 @@ class WeightSync:
             try:
                 self._send(has_digests)
             except torch.OutOfMemoryError as error:
-                if not route.group.is_shared:
+                if not route.group.is_together:
                     error.add_note(MEMORY_ADVICE)
                 raise
             if torch.accelerator.is_available():
                 # The engine has streams of its own, and seconds should include its copies.
                 torch.accelerator.synchronize()
-            self._remember(last, SentWeights(self.global_step(), self._fingerprint()))
+            with self.cost.timed("check_s"):
+                self._remember(last, SentWeights(self.global_step(), fingerprint(route.model)))
 
     def _is_due(self, is_repeated: bool) -> bool:
         """Return whether the next rollout has to prove that this sync gave the engine a policy."""
@@ -116,7 +111,7 @@ class WeightSync:
             return False
         # Digests would hide a race between a receiver's streams, and NCCL has not shown on a GPU
         # that there is none.
-        is_nccl = self.route.group.is_shared and self.route.folder is None
+        is_nccl = self.route.group.is_together and self.route.checkpoints == 0
         return is_nccl or self._count % interval == 0
 
     def _send(self, has_digests: bool) -> None:
@@ -128,7 +123,7 @@ class WeightSync:
         is_source = route.engine is not None and (route.folder is None or route.folder.is_writer)
         stream = MeteredStream(tensors, {} if has_digests and is_source else None)
         noise = None
-        if route.group.is_shared:
+        if route.group.is_together:
             noise = f"seed{self.settings.seed}-step{self.global_step()}"
         route.send(WeightUpdate(self.version, has_digests, noise=noise), stream)
 
@@ -149,6 +144,7 @@ class WeightSync:
         if last is None or not is_later or now.fingerprint.values() != last.fingerprint.values():
             self.unchanged_since = now.step
         self._sent = now
+        self._is_new = True
 
     def unchanged_steps(self) -> range:
         """Return the steps before the last sync that changed no weight since an earlier sync."""
@@ -156,13 +152,24 @@ class WeightSync:
         return range(self.unchanged_since + 1, last + 1)
 
     def is_current(self) -> bool:
-        """Return whether the policy is as it was sent. A collective operation."""
-        is_same = self._sent is not None and self._sent.fingerprint == self._fingerprint()
-        return all(gather_object([is_same]))
+        """Return whether the policy is as it was sent. A collective operation.
 
-    def _fingerprint(self) -> "Fingerprint":
+        The first time after a sync, which has just read the weights, what torch has counted since
+        then is enough. Later, they are read again.
+        """
+        gathered: list[bool] = gather_object([self._is_as_sent()])
+        return all(gathered)
+
+    def _is_as_sent(self) -> bool:
+        sent = self._sent
+        is_new = self._is_new
+        self._is_new = False
+        if sent is None or sent.fingerprint.changes != counted_changes(self.route.model):
+            return False
+        if is_new:
+            return True
         with self.cost.timed("check_s"):
-            return fingerprint(self.route.model)
+            return sent.fingerprint == fingerprint(self.route.model)
 
     def require_version(self) -> None:
         """Raise `SyncError` unless the engine holds what was sent, `ServerError` if it is new."""
@@ -178,40 +185,3 @@ class WeightSync:
                 "sent: another run uses it. Use one server per run, and resume from the last "
                 "checkpoint."
             )
-
-
-class Fingerprint(NamedTuple):
-    """What tells a policy's weights from later ones."""
-
-    counters: list[int]  # of changes, by parameter
-    sums: bytes  # of bits, and some values, because two changes may cancel in a sum
-    adapters: list[str]  # which are active, and how strongly
-
-    def values(self) -> tuple[bytes, list[str]]:
-        """Return what is the same after a change that changed nothing."""
-        return self.sums, self.adapters
-
-
-def fingerprint(model: Any) -> Fingerprint:
-    """Return the fingerprint of a policy.
-
-    Writing to `.data` counts no version, but changes a sum.
-    """
-    reshard(model)
-    parameters = list(model.parameters())
-    values = []
-    for parameter in parameters:
-        shard = getattr(parameter, "ds_tensor", parameter).detach()  # ZeRO-3's
-        tensor = shard.to_local() if isinstance(shard, DTensor) else shard
-        values.append(bit_sum(tensor).reshape(1).to(model.device))
-        integers = as_integers(tensor)
-        step = max(1, integers.numel() // 64)
-        sampled = torch.arange(0, integers.numel(), step, device=integers.device)
-        values.append(integers.take(sampled).to(model.device, torch.int64))
-    adapters = [
-        str((module.disable_adapters, module.active_adapters, getattr(module, "scaling", None)))
-        for module in model.modules()
-        if hasattr(module, "base_layer") or hasattr(module, "modules_to_save")
-    ]
-    sums = torch.cat(values).cpu().numpy().tobytes()
-    return Fingerprint([parameter._version for parameter in parameters], sums, adapters)

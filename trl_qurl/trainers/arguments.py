@@ -10,7 +10,7 @@ from transformers import TrainingArguments
 from trl.import_utils import is_vllm_available
 
 from trl_qurl.quantization.formats import gpu_capability
-from trl_qurl.rollout.engine.hardware import WORTH_COMPILING
+from trl_qurl.rollout.checks.hardware import WORTH_COMPILING
 from trl_qurl.rollout.preparation import RolloutSettings
 
 

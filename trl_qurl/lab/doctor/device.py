@@ -11,7 +11,7 @@ from trl_qurl.lab.device import BF16_INSTRUCTIONS, full_precision
 from trl_qurl.lab.doctor.environment import GIB, driver_version
 from trl_qurl.lab.doctor.report import Line, Status
 from trl_qurl.quantization.formats import SCHEMES, UNQUANTIZED
-from trl_qurl.rollout.engine.hardware import saturates
+from trl_qurl.rollout.checks.hardware import saturates
 
 OLDEST_DRIVERS = {13: 580, 12: 525}
 """Minimum NVIDIA driver by major CUDA version, from NVIDIA's page on minor version compatibility.

@@ -140,7 +140,7 @@ def check_arguments(args: argparse.Namespace) -> dict[str, Formats]:
     """Check what can be checked at once, and return the formats by short name."""
     from trl_qurl.lab.packages import require
     from trl_qurl.quantization.plan import schemes_of
-    from trl_qurl.rollout.engine.hardware import kernel_environment
+    from trl_qurl.rollout.checks.hardware import kernel_environment
     from trl_qurl.rollout.engine.launch import require_vllm
 
     formats = read_schemes(args.scheme)

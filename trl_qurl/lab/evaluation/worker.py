@@ -62,8 +62,8 @@ def start(job: Job) -> LLM:
     """Start an engine with a context that is as long as the job's texts."""
     import torch
 
-    from trl_qurl.rollout.engine.colocated import start_engine
-    from trl_qurl.rollout.engine.hardware import WORTH_COMPILING
+    from trl_qurl.lab.engine import start_engine
+    from trl_qurl.rollout.checks.hardware import WORTH_COMPILING
 
     answers = max(map(len, job.prompts)) * job.sampling["n"]
     arguments: dict[str, Any] = {"model": job.model, "max_model_len": job.length}

@@ -13,6 +13,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from trl_qurl.lab.comparison import BASELINE, label
 from trl_qurl.lab.device import full_precision
+from trl_qurl.lab.engine import start_engine
 from trl_qurl.lab.evaluation.tasks import encode_prompts
 from trl_qurl.lab.mismatch.prompts import load_prompts
 from trl_qurl.lab.mismatch.statistics import Mismatch, Scored, measure
@@ -22,9 +23,8 @@ from trl_qurl.quantization.merging import model_parameters
 from trl_qurl.quantization.plan import Formats, format_name, make_plan, schemes_of
 from trl_qurl.quantization.smoothing import can_smooth
 from trl_qurl.quantization.stream import WeightStream
+from trl_qurl.rollout.checks.hardware import check_cpu_build
 from trl_qurl.rollout.directory import CheckpointDirectory
-from trl_qurl.rollout.engine.colocated import start_engine
-from trl_qurl.rollout.engine.hardware import check_cpu_build
 from trl_qurl.rollout.engine.launch import require_vllm, resolve_model
 from trl_qurl.rollout.wire import COMPILING
 

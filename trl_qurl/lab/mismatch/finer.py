@@ -32,7 +32,7 @@ from trl_qurl.quantization.layers import fused_groups, linear_layers
 from trl_qurl.quantization.plan import REST
 from trl_qurl.quantization.scheme import QuantizationScheme
 from trl_qurl.quantization.stream import WeightStream
-from trl_qurl.rollout.engine.hardware import available_formats
+from trl_qurl.rollout.checks.hardware import available_formats
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -5,14 +5,13 @@ For files and servers, digests compare each tensor as it left the trainer with t
 arrived. What happens afterward shows in the next rollout (`trainers/checks/guard.py`).
 """
 
-import functools
 import hashlib
 import time
 from collections.abc import Iterator, Mapping
-from zlib import crc32
+from itertools import chain, islice
+from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from trl_qurl.quantization.checkpoint_form import NamedTensors
 from trl_qurl.rollout.errors import SyncError
@@ -21,9 +20,6 @@ from trl_qurl.rollout.wire import NOT_RECEIVED
 # By bytes of an element.
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 WORD = 8  # bytes
-PIECE = 2**20  # elements that are widened to words at a time
-# Words that a CPU adds up at a time, and a GPU 32 times as many: they stay in the cache.
-WORDS = 2**16
 
 
 def find_not_finite(
@@ -35,18 +31,18 @@ def find_not_finite(
     workers would wait for the rest forever. Codes are not read: a quantized weight shows both in
     its scale.
     """
-    extremes: dict[str, torch.Tensor] = {}  # (2,)
+    extremes: dict[str, tuple[torch.Tensor, ...]] = {}  # least and largest value
     for name, tensor in named_tensors:
         values = tensor.detach()
         if name.endswith(".weight_scale") and values.dtype is torch.uint8:
             values = values.view(torch.float8_e8m0fnu).float()  # exponents
         if values.is_floating_point() and values.itemsize > 1 and values.numel():
-            extremes[name] = torch.stack(values.aminmax()).float()
+            extremes[name] = values.aminmax()
         yield name, tensor
     if not extremes:
         return
-    all_extremes = _on_one_device(list(extremes.values()))  # (tensors, 2)
-    are_finite = all_extremes.isfinite().all(1).tolist()  # one wait for all
+    numbers = [number.to(values.device) for number in chain.from_iterable(extremes.values())]
+    are_finite = torch.stack(numbers).isfinite().view(-1, 2).all(1).tolist()  # one wait for all
     for name, is_finite in zip(extremes, are_finite, strict=True):
         if not is_finite:
             names.append(name.removesuffix("_scale"))
@@ -64,86 +60,62 @@ def require_finite(names: list[str]) -> None:
 
 def tensor_digest(tensor: torch.Tensor) -> str:
     """Return a digest of a tensor's dtype, shape, and bytes, the same wherever it is computed."""
-    return _read([_digest(tensor)])[0]
+    return read_digests({"": sum_words(tensor)})[""]
 
 
-def bit_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum of a tensor's bits, read as integers, modulo 2^64, without a copy.
+class WordSums(NamedTuple):
+    """What a digest is made of: reductions of a tensor's words, on its device, not waited for.
 
-    It is a scalar on the tensor's device. It costs a seventh of a digest and is as exact: one
-    changed bit changes it. But it does not see the order, and two changes may cancel.
+    Sums are modulo 2^64. A change of up to three words changes one, and so does every exchange of
+    two. Two highest bits (signs) would cancel, but the largest word shows signs that all change.
     """
-    integers = as_integers(tensor)
-    by_stride = sorted(range(integers.dim()), key=integers.stride, reverse=True)
-    integers = integers.permute(by_stride)  # a transposed matrix is contiguous in the other order
-    if not integers.is_contiguous():
-        rows = max(1, PIECE // integers[0].numel())
-        return torch.stack([part.sum(dtype=torch.int64) for part in integers.split(rows)]).sum()
-    # Whole words in the middle, which need no widening, and single elements before and after them.
-    flat = integers.view(-1)
-    per_word = WORD // integers.itemsize
-    start = -flat.storage_offset() % per_word
-    end = start + (len(flat) - start) // per_word * per_word
-    if end <= start:
-        return flat.sum(dtype=torch.int64)
-    before = flat[:start].sum(dtype=torch.int64)
-    after = flat[end:].sum(dtype=torch.int64)
-    return flat[start:end].view(torch.int64).sum() + before + after
+
+    kind: str  # dtype and shape
+    parts: list[torch.Tensor]  # sums of columns, sums of rows, and the largest word of each row
 
 
-def as_integers(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's elements as signed integers with the same bits, without a copy."""
-    return tensor.detach().view(INTEGERS[tensor.itemsize])
+def sum_words(tensor: torch.Tensor) -> WordSums:
+    """Return the sums of a tensor. On a GPU, that is three launches."""
+    words = as_words(tensor)
+    parts = [words.sum(0), words.sum(1)]
+    has_whole_words = words.numel() < tensor.numel() or tensor.itemsize == WORD
+    if has_whole_words and words.numel():  # in those that are widened, nothing cancels
+        parts.append(words.amax(1))
+    return WordSums(f"{tensor.dtype}{tuple(tensor.shape)}", parts)
 
 
-def _digest(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the digest's two numbers, (2,), on the tensor's device, without waiting for it.
+def as_words(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's bits as a matrix of integers, (rows, words), wherever the tensor lies.
 
-    Words of 64 bits are multiplied by odd constants and added, all modulo 2^64: exact, so the order
-    does not matter. One changed bit always changes the first sum. Two highest bits (signs) would
-    cancel, so the second sum is that of the words' upper halves.
+    A row is one of the last dimension, and a word the bits of several elements. Rows that are no
+    whole words are widened instead: each element is a word.
     """
-    data = tensor.detach().contiguous().flatten().view(torch.uint8)
-    if len(data) % 8 or data.storage_offset() % 8:
-        data = nn.functional.pad(data, (0, -len(data) % 8))
-    words = data.view(torch.int64)
-    table, order = _constants(words.device)
-    rows_at_a_time = 1 if words.device.type == "cpu" else 32
-    end = len(words) // WORDS * WORDS
-    parts = [*words[:end].view(-1, WORDS).split(rows_at_a_time)]
-    parts.append(words[None, end:])
-    whole_words = []  # sums of each row
-    upper_halves = []
-    buffer = torch.empty_like(parts[0])
-    for rows in parts:
-        width = rows.shape[1]
-        factors = table[:width]
-        products = buffer[: len(rows), :width]
-        torch.mul(rows, factors, out=products)
-        whole_words.append(products.sum(1))
-        torch.bitwise_right_shift(rows, 32, out=products)
-        upper_halves.append(products.mul_(factors).sum(1))
-    sums = torch.stack([torch.cat(whole_words), torch.cat(upper_halves)])  # (2, rows)
-    kind = crc32(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-    return (sums * order[: sums.shape[1]]).sum(1) + kind
+    data = tensor.detach().contiguous()
+    matrix = data.flatten(0, -2) if data.dim() > 1 else data.view(1, -1)
+    matrix = matrix.view(INTEGERS[tensor.itemsize])
+    per_word = WORD // tensor.itemsize
+    if matrix.shape[1] % per_word or not matrix.numel():
+        return matrix.to(torch.int64)
+    if matrix.storage_offset() % per_word or matrix.stride(0) % per_word:
+        matrix = matrix.clone(memory_format=torch.contiguous_format)  # to where words begin
+    return matrix.view(torch.int64)
 
 
-@functools.cache
-def _constants(device: torch.device) -> torch.Tensor:
-    """Return odd numbers to multiply words with, and sums of words, (2, `WORDS`)."""
-    random = bytearray(hashlib.shake_128().digest(16 * WORDS))
-    return (torch.frombuffer(random, dtype=torch.int64) | 1).view(2, WORDS).to(device)
-
-
-def _read(digests: list[torch.Tensor]) -> list[str]:
-    """Read all digests, with one wait for their device."""
-    return [str(numbers) for numbers in _on_one_device(digests).tolist()]
-
-
-def _on_one_device(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Stack tensors of the same shape, on the device of the first."""
-    device = tensors[0].device
-    return torch.stack([tensor.to(device) for tensor in tensors])
+def read_digests(sums: Mapping[str, WordSums]) -> dict[str, str]:
+    """Return the digests of tensors by name, with one wait for their device."""
+    if not sums:
+        return {}
+    parts = list(chain.from_iterable(each.parts for each in sums.values()))
+    device = parts[0].device
+    values = torch.cat([part.to(device) for part in parts]).cpu()
+    unread = iter(values.split([len(part) for part in parts]))
+    digests = {}
+    for name, each in sums.items():
+        digest = hashlib.blake2b(each.kind.encode(), digest_size=16)
+        for part in islice(unread, len(each.parts)):
+            digest.update(part.numpy())
+        digests[name] = digest.hexdigest()
+    return digests
 
 
 def base_digests(named_tensors: NamedTensors, dtype: torch.dtype) -> dict[str, str]:
@@ -173,7 +145,7 @@ class MeteredStream:
         self.digest_s = 0.0  # spent on digests
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        digests: dict[str, torch.Tensor] = {}
+        sums: dict[str, WordSums] = {}
         while True:
             started = time.perf_counter()
             item = next(self._named_tensors, None)
@@ -184,12 +156,12 @@ class MeteredStream:
             self.nbytes += tensor.nbytes
             if self.digests is not None:
                 started = time.perf_counter()
-                digests[name] = _digest(tensor)
+                sums[name] = sum_words(tensor)
                 self.digest_s += time.perf_counter() - started
             yield name, tensor
-        if self.digests is not None and digests:
+        if self.digests is not None:
             started = time.perf_counter()
-            self.digests |= zip(digests, _read(list(digests.values())), strict=True)
+            self.digests |= read_digests(sums)
             self.digest_s += time.perf_counter() - started
 
 

@@ -1,7 +1,6 @@
 """vLLM in the trainer's own process."""
 
 import os
-from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,21 +8,19 @@ from typing import TYPE_CHECKING, Any
 from accelerate.utils import patch_environment
 
 from trl_qurl.quantization.checkpoint_form import NamedTensors
-from trl_qurl.quantization.scheme import QuantizationScheme
 from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout import wire
 from trl_qurl.rollout.adapter import engine_rank
-from trl_qurl.rollout.engine import hardware
+from trl_qurl.rollout.checks import hardware
 from trl_qurl.rollout.errors import SyncError
 from trl_qurl.rollout.repairs.compiled_class import register_uncompiled
 from trl_qurl.rollout.repairs.cpu_memory import cpu_cache_arguments
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
     from vllm import LLM, RequestOutput
     from vllm.lora.request import LoRARequest
 
-TRL_MEMORY_SHARE = 0.3  # TRL's default for vllm_gpu_memory_utilization
 # tokens of a long prompt: with longer ones, a CPU's cache holds fewer completions at a time
 PROMPT = 1024
 
@@ -86,47 +83,14 @@ def with_adapter(engine: type["LLM"], rank: int) -> tuple[type["LLM"], dict[str,
     return AdapterLLM, arguments
 
 
-def check_hardware(
-    config: "PreTrainedConfig", schemes: hardware.Schemes, arguments: Mapping[str, Any]
-) -> None:
-    """Check that vLLM can run a model here, and set the variables that its kernels need."""
-    hardware.check_cpu_build(config, schemes, arguments)
-    os.environ.update(hardware.kernel_environment(*dict.fromkeys(schemes.values())))
-
-
-def start_engine(
-    schemes: Iterable[QuantizationScheme],
-    arguments: Mapping[str, Any],
-    sequences: int,
-    length: int,
-) -> "LLM":
-    """Start vLLM in this process for a tool, on a checkpoint that no trainer changes.
-
-    Args:
-        schemes: Formats of the checkpoint's layers.
-        arguments: For `vllm.LLM`, with `model`, a directory.
-        sequences: How many are generated at a time; with `length`, what a CPU's cache must hold.
-        length: Tokens of the longest, with its prompt.
-    """
-    from transformers import AutoConfig
-
-    model = arguments["model"]
-    by_name = {scheme.name: scheme for scheme in schemes}
-    check_hardware(AutoConfig.from_pretrained(model), by_name, arguments)
-    cache = cpu_cache_arguments(model, arguments, sequences=sequences, length=length)
-    from vllm import LLM
-
-    # No weights are sent, but its module repairs vLLM in the engine's process.
-    extension = {"worker_extension_cls": wire.WORKER_EXTENSION}
-    return LLM(**{"seed": 0, **extension, **cache, **arguments})
-
-
 def prepare_process(
     model: "PreTrainedModel", weights: WeightStream, arguments: dict[str, Any]
 ) -> None:
     """Check that vLLM can run a model with these arguments, and prepare this process for it."""
     names = model.config.architectures or [type(model).__name__]
-    check_hardware(model.config, weights.plan.schemes, arguments | {"architectures": names})
+    hardware.check_hardware(
+        model.config, weights.plan.schemes, arguments | {"architectures": names}
+    )
     register_uncompiled(hardware.transformers_backend(names, arguments))
 
 
@@ -154,16 +118,15 @@ def build_engine(
     """
     if start is not None:
         trl_kwargs["model"] = str(start)
-    if trl_kwargs.get("gpu_memory_utilization") == TRL_MEMORY_SHARE:  # the user has chosen nothing
-        names = ("max_model_len", "trust_remote_code")
-        given = {name: trl_kwargs.get(name, False) for name in names}
-        trl_kwargs |= cpu_cache_arguments(
-            trl_kwargs["model"],
-            given | engine_kwargs,
-            sequences=trl_kwargs["max_num_seqs"],
-            length=PROMPT + length,
-            share=TRL_MEMORY_SHARE,
-        )
+    names = ("max_model_len", "trust_remote_code")
+    given = {name: trl_kwargs.get(name, False) for name in names}
+    trl_kwargs |= cpu_cache_arguments(
+        trl_kwargs["model"],
+        given | engine_kwargs,
+        sequences=trl_kwargs["max_num_seqs"],
+        length=PROMPT + length,
+        share=trl_kwargs["gpu_memory_utilization"],
+    )
     if os.environ.get("WORLD_SIZE") == "1":
         # One that is free as it is taken: another process may take TRL's before vLLM comes to it.
         os.environ["MASTER_PORT"] = "0"

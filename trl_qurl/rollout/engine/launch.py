@@ -24,8 +24,8 @@ from trl_qurl.quantization.merging import model_parameters
 from trl_qurl.quantization.plan import Formats, format_name, make_plan
 from trl_qurl.quantization.storage import cache_directory, cached
 from trl_qurl.quantization.stream import WeightStream
+from trl_qurl.rollout.checks.hardware import check_cpu_build
 from trl_qurl.rollout.engine.guard import KEY_GUARD
-from trl_qurl.rollout.engine.hardware import check_cpu_build
 from trl_qurl.rollout.repairs.cpu_memory import cpu_cache_arguments, weight_bytes
 from trl_qurl.rollout.repairs.cpu_serve import serve_words
 from trl_qurl.rollout.repairs.dead_engine import ENGINE_WATCH
@@ -184,9 +184,7 @@ def run_server(command: Sequence[str], environment: Mapping[str, str]) -> NoRetu
         f"Starting vLLM{compiling}. The server is ready when it says "
         '"Application startup complete".'
     )
-    # Python cleans up what a stopped vLLM leaves behind, and would warn of it.
-    warnings = f"ignore:resource_tracker:UserWarning,{os.environ.get('PYTHONWARNINGS', '')}"
-    switches = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONWARNINGS": warnings, **environment}
+    switches = {"VLLM_SERVER_DEV_MODE": "1", **environment}
     if "enable_lora" in options:
         switches["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     assignments = [f"{name}={shlex.quote(value)}" for name, value in switches.items()]

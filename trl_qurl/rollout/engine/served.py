@@ -21,10 +21,11 @@ import torch
 from trl.generation.vllm_client import VLLMClient
 
 from trl_qurl.quantization.checkpoint_form import NamedTensors
-from trl_qurl.quantization.formats import SCHEMES, UNQUANTIZED, check_kv_cache
-from trl_qurl.quantization.plan import QuantizationPlan, fingerprint
+from trl_qurl.quantization.formats import UNQUANTIZED
+from trl_qurl.quantization.plan import QuantizationPlan
 from trl_qurl.rollout import wire
 from trl_qurl.rollout.background import in_background
+from trl_qurl.rollout.checks.server import check_server
 from trl_qurl.rollout.checks.tensors import differences
 from trl_qurl.rollout.engine.broadcast import Broadcast
 from trl_qurl.rollout.engine.guard import API_KEY_VARIABLE
@@ -59,7 +60,7 @@ class ServedEngine(VLLMClient, wire.Engine):
         self.shapes = shapes or {}
         self.request_timeout = request_timeout
         self._failure: ServerError | None = None
-        self._info: dict[str, Any] | None = None  # of the server
+        self._info: dict[str, Any] = {}  # of the server, once somebody has asked
         self.stream_obstacle: str | None = None  # why tensors cannot be sent over NCCL
         self._stream_device: torch.device | None = None
         self._broadcast: Broadcast | None = None  # the latest
@@ -92,67 +93,18 @@ class ServedEngine(VLLMClient, wire.Engine):
 
     def init_communicator(self, device: torch.device | str | int = 0) -> None:
         """Reject a server that cannot load our weights. `open_stream` opens NCCL, if it is used."""
-        self._info = None
-        try:
-            info = self.get_server_info()
-        except ServerError as error:
-            if error.status != 404:
-                raise
-            # its development endpoints are disabled
-            info = {"parallel_config": {"worker_extension_cls": ""}}
-        if info["parallel_config"]["worker_extension_cls"] != wire.WORKER_EXTENSION:
-            raise ValueError(
-                f"The vLLM server at {self.base_url} cannot load weights: it runs without "
-                "trl-qurl's worker extension or vLLM's development endpoints. Restart it with "
-                f"{self.command()}."
-            )
-        if info["weight_transfer_config"] is None:
+        check_server(self)
+        self._info = {}
+        if self.get_server_info()["weight_transfer_config"] is None:
             self.stream_obstacle = "the server was started without --weight-transfer-config"
         gpus = [worker["gpu"] for worker in self.call_workers("describe_rollouts")]
         if wire.gpu_uuid() in filter(None, gpus):
             self.stream_obstacle = "the server runs on the trainer's GPU, and NCCL needs two"
-        check_kv_cache(
-            self.describe().kv_cache_dtype,
-            f"--kv-cache-dtype of the vLLM server at {self.base_url}",
-        )
-        difference = self._difference()
-        if difference:
-            raise ValueError(
-                f"The vLLM server at {self.base_url} does not serve {self.model!r} as "
-                f"rollout_quantization={self.plan.formats!r} sends it: {difference}. Restart it "
-                f"with {self.command()} (and the same --ignore), or change rollout_quantization or "
-                "quantization_ignore."
-            )
-
-    def _difference(self) -> str:
-        """Say in a clause how the server's starting checkpoint differs from this run's."""
-        here = fingerprint(self.plan.schemes, self.shapes)
-        there = self.call_workers("starting_fingerprint")[0]
-        names = {name for name in here.keys() | there.keys() if here.get(name) != there.get(name)}
-        if not names:
-            return ""
-        of_quantized_layers = {name for name in names if name.endswith(".weight_scale")}
-        name = min(of_quantized_layers or names)
-        difference = f"{here.get(name, 'none')} here and {there.get(name, 'none')} there"
-        for scheme in SCHEMES.values():
-            difference = difference.replace(scheme.served_as, scheme.name)
-        return (
-            f"other formats, layers or another model: {len(names)} tensors differ, first {name} "
-            f"({difference})"
-        )
 
     def get_server_info(self) -> dict[str, Any]:
-        """Return the server's configuration, also to TRL, from our workers or a slow endpoint."""
-        if self._info is None:
-            try:
-                self._info = self.call_workers("describe_config")[0]
-            except ServerError as error:
-                if error.status is None:
-                    raise
-                self._failure = None
-                self._info = self._get(
-                    f"{self.base_url}/server_info", params={"config_format": "json"}
-                )["vllm_config"]
+        """Return the server's configuration to TRL, from our workers: vLLM's path takes seconds."""
+        if not self._info:
+            self._info = self.call_workers("describe_config")[0]
         return self._info
 
     def open_stream(self, device: torch.device, patience: float = 0.0) -> None:
@@ -175,7 +127,7 @@ class ServedEngine(VLLMClient, wire.Engine):
                 if self._failure is not None:
                     raise self._failure
             opening.result()
-        except (OSError, RuntimeError) as error:
+        except Exception as error:  # also a plain one, of the parent
             raise ServerLostError(
                 f"NCCL did not open between this process and the server at {self.base_url} (it "
                 f"needs different GPUs, and port {self.group_port} of {address}: vllm_group_port; "
@@ -305,22 +257,16 @@ class ServedEngine(VLLMClient, wire.Engine):
             raise self._failure
         try:
             return super().image_features(*args, **kwargs)
-        except requests.RequestException as error:
+        except Exception as error:  # also a plain one
             self._failure = self._no_answer(RENDER_PATH, error)
-        except Exception as error:
-            if not isinstance(error, KeyError) and not str(error).startswith("Request failed"):
-                raise
-            self._failure = ServerError(
-                f"{self._server} did not answer {RENDER_PATH}: {ADVICE} It says: {error!r:.500}"
-            )
         raise self._failure
 
     def _answer(self, verb: str, path: str, **kwargs: Any) -> dict[str, Any]:
         """Return the answer to a request; `ServerError` unless it is vLLM's, and complete."""
         try:
-            response = self.session.request(
-                verb, f"{self.base_url}{path}", allow_redirects=False, **kwargs
-            )
+            response = self.session.request(verb, f"{self.base_url}{path}", **kwargs)
+            if response.status_code == 200:
+                return {} if path in TEXT_ANSWERS else response.json()
         except requests.RequestException as error:
             raise self._no_answer(path, error) from None
         if response.status_code == 401:
@@ -328,43 +274,23 @@ class ServedEngine(VLLMClient, wire.Engine):
                 f"{self._server} requires an API key: set {API_KEY_VARIABLE} for the trainer to "
                 "the value that the server was started with."
             )
-        if response.status_code != 200:
-            # uvicorn closes a connection after a fault, and the next request would find it dead
-            self.session.close()
-            status = response.status_code
-            raise ServerError(
-                f"{self._server} answered {path} with HTTP {status}: {ADVICE} {_said(response)}",
-                status,
-            )
-        if path in TEXT_ANSWERS:
-            return {}
-        try:
-            return response.json()
-        except ValueError:
-            raise ServerError(
-                f"{self._server} answered {path} with no JSON, or a part of it: {ADVICE} "
-                f"{_said(response)}"
-            ) from None
+        # uvicorn closes a connection after a fault, and the next request would find it dead
+        self.session.close()
+        raise ServerError(
+            f"{self._server} answered {path} with HTTP {response.status_code}: {ADVICE} It says: "
+            f"{' '.join(response.text.split())[:500]}",
+            response.status_code,
+        )
 
     @property
     def _server(self) -> str:
         return f"The vLLM server at {self.base_url}"
 
-    def _no_answer(self, path: str, error: requests.RequestException) -> ServerError:
+    def _no_answer(self, path: str, error: Exception) -> ServerError:
         """Return the error of a request that got no complete answer."""
         if isinstance(error, requests.Timeout):
             return ServerError(
                 f"{self._server} did not answer {path} within {self.request_timeout:.0f} seconds: "
                 f"it hangs, or needs a larger vllm_request_timeout. Otherwise {ADVICE}"
             )
-        return ServerError(f"{self._server} is gone ({path}: {error}): {ADVICE}")
-
-
-def _said(response: requests.Response) -> str:
-    """Return a sentence with the text of an answer."""
-    if response.is_redirect:
-        return (
-            f"It redirects to {response.headers['location']}, but the key is sent to no other "
-            "address."
-        )
-    return f"It says: {' '.join(response.text.split())[:500]}"
+        return ServerError(f"{self._server} did not answer {path} ({error!r:.500}): {ADVICE}")

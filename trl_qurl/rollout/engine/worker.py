@@ -5,30 +5,20 @@ Neither the class nor its imports need TRL, so the engine may run in an environm
 Whatever way tensors come, vLLM's own reload reads them one by one, and `repairs` mends it.
 """
 
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
 import torch
-from huggingface_hub import snapshot_download
 from pydantic import TypeAdapter
 from vllm.config import VllmConfig
-from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
-    CompressedTensorsConfig,
-)
 from vllm.utils.torch_utils import set_random_seed
 
 from trl_qurl.quantization.checkpoint_form import NamedTensors
-from trl_qurl.quantization.plan import fingerprint, stored_formats
-from trl_qurl.quantization.storage import read_tensors, tensor_shapes
-from trl_qurl.rollout.checks.tensors import (
-    MeteredStream,
-    base_digests,
-    compare_digests,
-    tensor_digest,
-)
+from trl_qurl.quantization.storage import read_tensors
+from trl_qurl.rollout.checks.tensors import MeteredStream
+from trl_qurl.rollout.checks.worker import WorkerChecks
 from trl_qurl.rollout.engine.broadcast import received
 from trl_qurl.rollout.errors import SyncError
 from trl_qurl.rollout.repairs.in_worker import repaired_reload
@@ -36,16 +26,12 @@ from trl_qurl.rollout.repairs.incomplete_reload import watched_reload
 from trl_qurl.rollout.wire import FRESH, NOT_RECEIVED, TensorMetadata, WeightUpdate, gpu_uuid
 
 
-class RolloutWorker:
+class RolloutWorker(WorkerChecks):
     """Methods that vLLM mixes into its worker class, which has most of these attributes."""
 
     reload_weights: Callable[..., None]
     get_model: Callable[[], torch.nn.Module]
-    model_runner: Any
-    vllm_config: VllmConfig
     weight_transfer_engine: Any
-    rollout_digests: dict[str, str]  # of the latest load; empty if none were requested
-    rollout_digest_s: float  # seconds that these took
     loaded_version = FRESH
     rollout_load_failed = False
 
@@ -87,55 +73,10 @@ class RolloutWorker:
             raise RuntimeError("The server was restarted: NCCL is not open.")
         return received(metadata, communicator)
 
-    def compare_rollout_digests(self, sent: dict[str, str]) -> float:
-        """Raise `SyncError` if the latest load received anything but the weights that were sent.
-
-        Returns the seconds that its digests took.
-        """
-        compare_digests(sent, self.rollout_digests)
-        return self.rollout_digest_s
-
     def accept_rollout_adapter(self, update: Mapping[str, Any], path: str) -> None:
-        """Record version and digests of the adapter that vLLM has loaded.
-
-        Raises:
-            SyncError: It is another one.
-            RuntimeError: There is none.
-        """
-        manager = self.model_runner.lora_manager._adapter_manager
-        dtype = self.vllm_config.lora_config.lora_dtype
-        tensors = dict(read_tensors(Path(path)))
-        started = time.perf_counter()
-        digests = sorted(tensor_digest(tensor.to(dtype)) for tensor in tensors.values())
-        loaded = [_loaded_digests(adapter) for adapter in manager.list_adapters().values()]
-        if not loaded:  # the trainer sends it again
-            raise RuntimeError("No adapter is loaded: the server was restarted in between.")
-        if digests not in loaded:
-            reason = f"it uses a different adapter than the one in {path}"
-            raise SyncError(f"{NOT_RECEIVED}: {reason}. Resume from the last checkpoint.")
-        self.rollout_digests = {name: tensor_digest(tensor) for name, tensor in tensors.items()}
-        self.rollout_digest_s = time.perf_counter() - started
+        """Check the adapter that vLLM has loaded, and begin its version."""
+        self.check_rollout_adapter(path)
         self._begin_version(WeightUpdate(**update))
-
-    def digest_rollout_base(self) -> dict[str, str]:
-        """Return digests of the checkpoint that the engine started from, in the engine's dtype."""
-        return base_digests(
-            read_tensors(self._starting_checkpoint()), self.vllm_config.model_config.dtype
-        )
-
-    def starting_fingerprint(self) -> dict[str, str]:
-        """Return the fingerprint of that checkpoint (`plan.fingerprint`)."""
-        quantization = self.vllm_config.quant_config
-        if isinstance(quantization, CompressedTensorsConfig):
-            shapes = tensor_shapes(self._starting_checkpoint())
-            return fingerprint(stored_formats(quantization.config, shapes), shapes)
-        return {} if quantization is None else {"all layers": f"vLLM's {quantization.get_name()}"}
-
-    def _starting_checkpoint(self) -> Path:
-        path = self.vllm_config.model_config.model
-        if not Path(path).is_dir():
-            path = snapshot_download(path, local_files_only=True, allow_patterns="*.safetensors")
-        return Path(path)
 
     def rollout_version(self) -> str:
         """Return the version of the weights loaded last."""
@@ -182,10 +123,3 @@ def _read_files(path: str) -> NamedTensors:
             "rollout_checkpoint_dir to a directory that both the trainer and the server see."
         )
     return read_tensors(Path(path))
-
-
-def _loaded_digests(adapter: Any) -> list[str]:
-    """Return digests of a loaded adapter's matrices. vLLM packs those of fused layers together."""
-    parts = [part for layer in adapter.loras.values() for part in (layer.lora_a, layer.lora_b)]
-    matrices = [matrix for part in parts for matrix in (part if isinstance(part, list) else [part])]
-    return sorted(tensor_digest(matrix) for matrix in matrices if matrix is not None)

@@ -5,8 +5,8 @@ from typing import Any
 
 from transformers import PreTrainedModel, TrainingArguments
 
+from trl_qurl.rollout.checks.prompts import check_special_tokens
 from trl_qurl.rollout.group import TOGETHER
-from trl_qurl.rollout.prompts import check_special_tokens
 from trl_qurl.trainers.callbacks import RolloutCallback
 from trl_qurl.trainers.checks.arguments import check_adapter, check_full_precision
 from trl_qurl.trainers.run_log import check_unused

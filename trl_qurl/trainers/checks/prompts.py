@@ -13,7 +13,7 @@ from accelerate.logging import get_logger
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments
 
-from trl_qurl.rollout.prompts import check_room, check_tokens
+from trl_qurl.rollout.checks.prompts import check_room, check_tokens
 from trl_qurl.trainers.callbacks import RolloutCallback
 from trl_qurl.trainers.checks.arguments import check_arguments
 

@@ -38,6 +38,14 @@ WORTH_COMPILING = 30_000
 Schemes = Mapping[str, QuantizationScheme]
 
 
+def check_hardware(
+    config: "PreTrainedConfig", schemes: Schemes, arguments: Mapping[str, Any]
+) -> None:
+    """Check that vLLM can run a model here, and set the variables that its kernels need."""
+    check_cpu_build(config, schemes, arguments)
+    os.environ.update(kernel_environment(*dict.fromkeys(schemes.values())))
+
+
 def available_formats() -> list[str]:
     """Return the formats that vLLM has kernels for on this machine."""
     capability = gpu_capability()

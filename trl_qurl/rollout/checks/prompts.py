@@ -1,7 +1,8 @@
 """Prompts in tokens: whether there is room to continue them, and the model knows their tokens."""
 
 from accelerate.logging import get_logger
-from transformers import PreTrainedTokenizerBase
+from accelerate.utils import gather_object
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 logger = get_logger(__name__)  # of the main process
 
@@ -30,6 +31,21 @@ def check_room(
             f"Long prompts end completions before max_completion_length={limit}, because both "
             f"share {both}."
         )
+
+
+def longest_of_all(prompts: list[list[int]]) -> int:
+    """Return the tokens of the longest prompt of any process. A collective operation."""
+    lengths: list[int] = gather_object([max(map(len, prompts), default=0)])
+    return max(lengths)
+
+
+def check_prompts(
+    prompts: list[list[int]], config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Check the tokens of prompts by a model's config."""
+    rows = config.get_text_config().vocab_size
+    for prompt in prompts:
+        check_tokens(prompt, rows, tokenizer)
 
 
 def check_tokens(
