@@ -77,8 +77,8 @@ from tiny import tiny_model, tiny_tokenizer
 class CountedCheck(RepetitionCheck):
     rollouts = 0
 
-    def on_rollout(self, samples, metrics):
-        super().on_rollout(samples, metrics)
+    def on_rollout(self, rollout):
+        super().on_rollout(rollout)
         self.rollouts += 1
 
 
@@ -193,5 +193,5 @@ def test_a_check_of_another_package(caplog):
     check = names["RepetitionCheck"]()
     check.trainer = SimpleNamespace(state=SimpleNamespace(global_step=3))
     for completions, said in (([[1], [2]], 0), ([[1], [1], [1]], 1)):
-        check.on_rollout(SimpleNamespace(completions=completions), {})
+        check.on_rollout(SimpleNamespace(samples=SimpleNamespace(completions=completions)))
         assert len(caplog.messages) == said

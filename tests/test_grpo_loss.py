@@ -5,6 +5,7 @@ hand.
 import dataclasses
 import math
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -597,7 +598,7 @@ def said(caplog):
 def test_rollouts_without_a_signal_are_told_of_once(watch, trainer, caplog):
     for rollout in range(5):
         rollout_of(trainer)  # its reward is 0 for every answer
-        watch.on_rollout(trainer.vllm_generation.samples, trainer._latest_metrics())
+        trainer._end_rollout()
         assert len(said(caplog)) == (rollout >= 2)
     watch.on_train_end()
     for text in said(caplog):
@@ -626,7 +627,7 @@ def test_the_cause_is_named(row, reason, watch, trainer, monkeypatch, caplog):
     # with it, what is cut off teaches nothing
     monkeypatch.setattr(trainer.args, "mask_truncated_completions", True)
     for _ in range(3):
-        watch.on_rollout(None, row)
+        watch.on_rollout(SimpleNamespace(metrics=row))
     [text] = said(caplog)
     assert re.search(f"3 rollouts in a row: .*{reason}", text)
 
@@ -634,7 +635,7 @@ def test_the_cause_is_named(row, reason, watch, trainer, monkeypatch, caplog):
 def log_rows(watch, trainer, norms, **row):
     """Log updates of rollouts with a signal, one a rollout."""
     for step, norm in enumerate(norms, 1):
-        watch.on_rollout(None, rollout(alike=0.5) | row)
+        watch.on_rollout(SimpleNamespace(metrics=rollout(alike=0.5) | row))
         state = TrainerState(global_step=step)
         watch.on_log(trainer.args, state, None, logs={"grad_norm": norm, "learning_rate": 1e-6})
 
@@ -667,7 +668,7 @@ def test_an_infinite_reward_is_named_with_its_function_once(watch, trainer, capl
 def test_a_run_that_learns_is_not_warned_of(watch, caplog):
     some = rollout(alike=0.97)
     for row in [rollout(), rollout(), some] * 2 + [rollout()]:
-        watch.on_rollout(None, row)
+        watch.on_rollout(SimpleNamespace(metrics=row))
     watch.on_train_end()
     assert said(caplog) == []
 
@@ -677,10 +678,10 @@ def test_a_critic_also_learns_from_rewards_that_differ_between_questions(
 ):
     monkeypatch.setattr(trainer, "_learns_within_groups", QuRLPPOTrainer._learns_within_groups)
     for _ in range(4):
-        watch.on_rollout(None, rollout())
+        watch.on_rollout(SimpleNamespace(metrics=rollout()))
     assert said(caplog) == []
     for _ in range(4):
-        watch.on_rollout(None, rollout(std=0.0))
+        watch.on_rollout(SimpleNamespace(metrics=rollout(std=0.0)))
     assert len(said(caplog)) == 1
 
 

@@ -16,6 +16,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from trl_qurl import QuRLGRPOTrainer, QuRLRLOOTrainer
 from trl_qurl.trainers import listed_tokens
+from trl_qurl.trainers.checks.samples import mismatch_of_samples
 from trl_qurl.trainers.listed_tokens import (
     MOST_LISTED,
     ListedTokens,
@@ -23,7 +24,6 @@ from trl_qurl.trainers.listed_tokens import (
     listed_count,
     renormalized,
 )
-from trl_qurl.trainers.scoring import mismatch_of_samples
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("trainer")]
 

@@ -84,7 +84,9 @@ def test_with_a_zero_critic_the_gradient_is_reinforce(trainer):
     assert not batch["values"].any(), "a new head starts at zero"
     # The table of completions shows advantages before whitening: rewards, with a critic that is 0
     # everywhere.
-    assert list(trainer._logs["advantages"]) == pytest.approx(trainer._rewards[:, 0].tolist())
+    assert list(trainer._logs["advantages"]) == pytest.approx(
+        trainer._rollout.rewards[:, 0].tolist()
+    )
     assert "frac_reward_zero_std" not in trainer._metrics["train"]
     inputs = micro_batch(batch)
     seen = policy_gradient(trainer, trainer._compute_loss(trainer.model, inputs))
@@ -94,7 +96,7 @@ def test_with_a_zero_critic_the_gradient_is_reinforce(trainer):
     assert (rho[mask.bool()] > CAP).any() and (rho[mask.bool()] < CAP).any(), (
         "the cap cuts all or nothing"
     )
-    rewards = trainer._rewards.expand_as(batch["completion_mask"])  # of one function
+    rewards = trainer._rollout.rewards.expand_as(batch["completion_mask"])  # of one function
     learned = rewards[batch["completion_mask"].bool()]
     advantages = (rewards[:B] - learned.mean()) / learned.std()
     reinforce = rho.clamp(max=CAP) * advantages * policy_logps(trainer, inputs) * mask
@@ -130,7 +132,7 @@ def test_the_critic_learns_from_tokens_with_a_return_only(trainer):
 def test_several_rewards_are_weighed(trainer):
     batch = rollout(trainer)
     functions = torch.tensor([[1.0, 2.0], [1.0, torch.nan], [torch.nan, torch.nan]]).repeat(4, 1)
-    trainer._rewards, weights = functions, trainer.reward_weights
+    trainer._rollout.rewards, weights = functions, trainer.reward_weights
     trainer.reward_weights = torch.tensor([1.0, 0.5])
     try:
         trainer._add_advantages(batch, torch.zeros(len(functions), T + 1))
@@ -170,7 +172,7 @@ def test_advantages_are_whitened_over_the_whole_rollout(trainer):
     trainer._add_advantages(batch, values)
     mask = batch["completion_mask"].bool()
     plain = generalized_advantages(
-        token_rewards(trainer._rewards[:, 0], mask),
+        token_rewards(trainer._rollout.rewards[:, 0], mask),
         values[:, :-1],
         bootstrap(trainer, batch, values),
         mask,

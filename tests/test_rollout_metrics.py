@@ -11,8 +11,9 @@ from tiny import tiny_model
 from trl_qurl.quantization import SCHEMES
 from trl_qurl.rollout.backend import Samples
 from trl_qurl.rollout.mismatch import MismatchTally, mismatch_metrics, mismatch_sums
-from trl_qurl.trainers import scoring
-from trl_qurl.trainers.scoring import loss_metrics, scored_samples
+from trl_qurl.trainers.checks import samples as module
+from trl_qurl.trainers.checks.samples import scored_samples
+from trl_qurl.trainers.scoring import loss_metrics
 
 INT8 = SCHEMES["int8"]
 
@@ -129,14 +130,14 @@ def test_samples_are_scored_as_the_policy_finds_them():
 
 
 def test_a_few_samples_of_different_prompts_are_scored(monkeypatch):
-    monkeypatch.setattr(scoring, "SCORED_TOKENS", 3)
-    count = 4 * scoring.SCORED_SAMPLES  # four completions per prompt
+    monkeypatch.setattr(module, "SCORED_TOKENS", 3)
+    count = 4 * module.SCORED_SAMPLES  # four completions per prompt
     prompts = [[3 + number // 4] for number in range(count)]
     completions = [[4 + number] * 5 for number in range(count)]
     behavior = [[[-float(number)]] * 5 for number in range(count)]
     samples = Samples(prompts, completions, behavior, None, has_images=False)
     scored = list(scored_samples(trainer_of(tiny_model()), samples))
-    assert len(scored) == scoring.SCORED_SAMPLES
+    assert len(scored) == module.SCORED_SAMPLES
     assert [each.behavior_logps[0].tolist() for each in scored] == [
         [-float(number)] * 3 for number in range(0, count, 4)
     ]

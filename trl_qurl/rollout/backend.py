@@ -48,6 +48,11 @@ logger = get_logger(__name__)  # of the main process
 Tokens = list[list[int]]
 
 
+Listing = tuple[list[list[float | None]], list[list[int]]]
+"""Of a completion, a list for each token: of log-probabilities in nats, and of the tokens' ids, the
+sampled one first."""
+
+
 class Samples(NamedTuple):
     """What this process's completions were sampled from, and how likely the actor found them."""
 
@@ -63,6 +68,10 @@ class Samples(NamedTuple):
         """Return what the engine sampled from these prompts."""
         ids = result.logprob_token_ids
         return cls(prompts, result.completion_ids, result.logprobs, ids, has_images)
+
+    def listings(self) -> list[Listing]:
+        """Return what the engine listed for each completion."""
+        return list(zip(self.behavior_logps, self.behavior_ids or (), strict=True))
 
 
 def sampled_first(result: Completions) -> Completions:

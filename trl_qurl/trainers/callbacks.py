@@ -13,9 +13,9 @@ from transformers import (
 )
 
 from trl_qurl.quantization.uaq import recorded_scale, scale_model_
-from trl_qurl.rollout.backend import Samples
 from trl_qurl.rollout.group import TOGETHER
 from trl_qurl.trainers.run_log import RUN_LOG, append_row, begin_log, end_log
+from trl_qurl.trainers.scoring import Rollout
 
 
 class UpdateAwareQuantizationCallback(TrainerCallback):
@@ -68,11 +68,8 @@ class RolloutCallback(TrainerCallback):
     def on_scored(self, metrics: Mapping[str, float]) -> None:
         """Read how far a rollout is from the policy (`mismatch/*`), before the policy changes."""
 
-    def on_rollout(self, samples: Samples, metrics: Mapping[str, float]) -> None:
-        """Read a rollout, of training or of an evaluation, before anything is learned from it.
-
-        `samples` are those of this process; `metrics` are the latest so far, such as rewards.
-        """
+    def on_rollout(self, rollout: Rollout) -> None:
+        """Read a rollout, of training or of an evaluation, before anything is learned from it."""
 
 
 class RunLogCallback(TrainerCallback):

@@ -18,8 +18,8 @@ from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 
+from trl_qurl.rollout.backend import Listing
 from trl_qurl.rollout.results import Generated, named
-from trl_qurl.trainers.listed_tokens import Listing
 
 logger = get_logger(__name__)  # logs in the main process only
 
@@ -110,6 +110,10 @@ class FilledBatch:
             images=None,
             tool_images=[],
         )
+
+    def listings(self) -> list[Listing]:
+        """Return what the engine listed for each completion."""
+        return [sample.listing for sample in self.samples if sample.listing]
 
 
 @dataclass
@@ -212,7 +216,9 @@ def sample_batch(rows: list[dict[str, Any]], trainer: Any) -> FilledBatch:
     prompts = [row["prompt"] for row in rows]
     generated = named(Generated, trainer._generate(prompts))
     completion_ids = generated.completion_ids
-    listings = trainer._listings() if trainer._listed_count else [None] * len(rows)
+    listings: list[Any] = [None] * len(rows)
+    if trainer._listed_count:
+        listings = trainer.vllm_generation.samples.listings()
     rewards = trainer._calculate_rewards(rows, prompts, generated.completions, completion_ids)
     trainer._pending_extra_logs.clear()  # of completions that the batch may not keep
     samples = []

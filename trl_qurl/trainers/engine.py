@@ -19,6 +19,7 @@ from trl import GRPOConfig, RLOOConfig
 from trl_qurl.quantization.plan import Formats
 from trl_qurl.quantization.storage import set_dtype
 from trl_qurl.rollout.backend import QuantizedVLLMGeneration
+from trl_qurl.rollout.cost import RolloutCost
 from trl_qurl.rollout.substitution import substitute
 from trl_qurl.trainers.arguments import applies_uaq, checked_config, rollout_settings
 from trl_qurl.trainers.callbacks import (
@@ -33,6 +34,7 @@ from trl_qurl.trainers.checks.policy import PolicyCheck
 from trl_qurl.trainers.checks.resuming import check_policy, check_resumed, complete_checkpoint
 from trl_qurl.trainers.resuming import is_sharded, load_policy
 from trl_qurl.trainers.saving import save_quantized
+from trl_qurl.trainers.scoring import Rollout
 
 
 class StepTimer(RolloutCallback):
@@ -73,6 +75,7 @@ class QuantizedEngineMixin(TRLTrainer):
     accelerator: Accelerator
     state: TrainerState
     vllm_generation: QuantizedVLLMGeneration
+    _rollout: Rollout  # the latest
     _metrics: dict[str, dict[str, list[float]]]
 
     _smooths_by_loss = True  # whether smoothing learns from all passes of the loss, or from some
@@ -102,6 +105,7 @@ class QuantizedEngineMixin(TRLTrainer):
         self._callbacks = self.callback_handler.callbacks
         for callback in self._callbacks:  # TRL's, and those that were given as a class
             self._set_trainer(callback)
+        self._rollout = Rollout(self.vllm_generation)
         logged["model_runner"] = self.vllm_generation.runner
         self._tell("on_engine")
 
@@ -156,15 +160,25 @@ class QuantizedEngineMixin(TRLTrainer):
         started = time.perf_counter()
         generation = self.vllm_generation
         generation.cost.take()  # of others that used the engine between two steps
+        before = self._rollout
         inputs = super()._prepare_inputs(generation_batch)
         if not generation.cost.is_zero:  # else TRL had this batch already
-            self._tell("on_rollout", generation.samples, self._latest_metrics())
-            self._record_cost()
+            if self._rollout is before:  # a trainer that begins none by itself
+                self._rollout = Rollout(generation)
+            self._end_rollout()
         self._step_timer.started += time.perf_counter() - started  # not a part of the update
         return inputs
 
-    def _record_cost(self) -> None:
-        cost = self.vllm_generation.cost.take()
+    def _end_rollout(self) -> None:
+        """Let callbacks read the rollout, and log what it has cost."""
+        rollout = self._rollout
+        metrics = self._metrics[self._mode]
+        rollout.metrics = {name: values[-1] for name, values in metrics.items() if values}
+        self._tell("on_rollout", rollout)
+        rollout.cost = self.vllm_generation.cost.take()
+        self._record_cost(rollout.cost)
+
+    def _record_cost(self, cost: RolloutCost) -> None:
         tokens = torch.tensor([float(cost.tokens)], device=self.accelerator.device)
         total = self._sum_over_processes(tokens).item()
         metrics = {
@@ -198,10 +212,6 @@ class QuantizedEngineMixin(TRLTrainer):
     @property
     def _mode(self) -> str:
         return "train" if self.model.training else "eval"
-
-    def _latest_metrics(self) -> dict[str, float]:
-        metrics = self._metrics[self._mode]
-        return {name: values[-1] for name, values in metrics.items() if values}
 
     def _record(self, metrics: dict[str, float]) -> None:
         for name, value in metrics.items():

@@ -22,8 +22,7 @@ from trl_qurl.config import QuRLGRPOConfig
 from trl_qurl.rollout.mismatch import valid_logps
 from trl_qurl.rollout.results import Generated, named
 from trl_qurl.rollout.substitution import substitute
-from trl_qurl.trainers.dynamic_sampling import DynamicSampler, FilledBatch, PromptStream
-from trl_qurl.trainers.listed_tokens import Listing
+from trl_qurl.trainers.dynamic_sampling import DynamicSampler, PromptStream
 from trl_qurl.trainers.model_card import QURL
 from trl_qurl.trainers.rollouts import GroupRolloutsMixin
 from trl_qurl.trainers.scoring import Batch, cap_of
@@ -61,8 +60,6 @@ class QuRLGRPOTrainer(GroupRolloutsMixin, GRPOTrainer):
     _paper = QURL
 
     _sampler: DynamicSampler | None = None
-    _filled: FilledBatch | None = None  # by dynamic sampling, while TRL scores it
-    _rewards: torch.Tensor  # of the latest completions, (B · processes, functions)
 
     def __init__(
         self,
@@ -90,13 +87,16 @@ class QuRLGRPOTrainer(GroupRolloutsMixin, GRPOTrainer):
         trainer = weakref.proxy(self)  # a callback may replace the weights
         return lambda rewards: weighted_sum(rewards, trainer.reward_weights)
 
+    def _begin_rollout(self, inputs: Any) -> Any:
+        rows = super()._begin_rollout(inputs)
+        if self._sampler is None or not self.model.training:
+            return rows
+        filled = self._sampler.fill(rows, self)
+        self._record(filled.metrics)
+        self._rollout.filled = filled
+        return [sample.row for sample in filled.samples]
+
     def _generate_and_score_completions(self, inputs: Any) -> Batch:
-        self._filled = None
-        if self._sampler is not None and self.model.training:
-            filled = self._sampler.fill(inputs, self)
-            self._record(filled.metrics)
-            inputs = [sample.row for sample in filled.samples]
-            self._filled = filled
         # TRL would score the rollout in advance, for its importance ratio, even if the update
         # scores it.
         corrects = self.vllm_importance_sampling_correction and not self._scores_in_update
@@ -104,8 +104,9 @@ class QuRLGRPOTrainer(GroupRolloutsMixin, GRPOTrainer):
             return super()._generate_and_score_completions(inputs)
 
     def _generate(self, prompts: list) -> tuple:
-        if self._filled is not None:
-            return self._filled.generated()
+        filled = self._rollout.filled
+        if filled is not None:
+            return filled.generated()
         generated = named(Generated, super()._generate(prompts))
         logps = generated.logprobs
         if logps is None:
@@ -122,24 +123,19 @@ class QuRLGRPOTrainer(GroupRolloutsMixin, GRPOTrainer):
             logps = returned_logps(logps, generated.completion_ids)
         return generated._replace(logprobs=valid_logps(logps))
 
-    def _listings(self) -> list[Listing]:
-        if self._filled is not None:
-            return [sample.listing for sample in self._filled.samples if sample.listing]
-        return super()._listings()
-
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if self._filled is not None:
-            self._rewards = self._filled.rewards
-        else:
-            self._rewards = super()._calculate_rewards(*args, **kwargs)
-        return self._rewards
+        filled = self._rollout.filled
+        if filled is None:
+            return super()._calculate_rewards(*args, **kwargs)
+        self._rollout.rewards = filled.rewards
+        return filled.rewards
 
     @property
     def _scores_in_update(self) -> bool:
         """Whether all tokens are trained on before the policy changes, by our loss, without noise.
 
         That is so with one update per rollout, or several rollouts per update. Then there is no
-        pass in advance: `_complete_inputs` fills the loss's inputs, and `_record_update` judges.
+        pass in advance: the loss's own pass completes its inputs, and `_record_update` judges.
         A subclass with its own loss or forward pass gets a batch that is scored in advance, and so
         does a model with dropout, which the engine does not have.
         """

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trl_qurl.config.checks.sampling import cutting_settings
 from trl_qurl.quantization.checkpoint_form import plain_model
+from trl_qurl.rollout.backend import Listing
 from trl_qurl.rollout.mismatch import valid_logps
 from trl_qurl.trainers.checks.listed_tokens import obstacle_of, warn_of_cuts
 
@@ -33,11 +34,6 @@ MOST_LISTED = 64  # tokens per position; vLLM returns as many log-probabilities
 # have it, with SmolLM2 and Gemma 3 at top_k=20.
 TIES = 8
 TOKENS_AT_ONCE = 1024  # to compute logits for
-
-
-Listing = tuple[list[list[float | None]], list[list[int]]]
-"""Of a completion, a list for each token: of log-probabilities in nats, and of the tokens' ids, the
-sampled one first."""
 
 
 class ListedTokens(NamedTuple):

@@ -77,7 +77,7 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
 
     def _total_rewards(self) -> torch.Tensor:
         """Return the weighted sums of this process's rewards, (B,), NaN without a reward."""
-        totals = weighted_sum(self._rewards, self.reward_weights)  # of all processes
+        totals = weighted_sum(self._rollout.rewards, self.reward_weights)  # of all processes
         parts = totals.tensor_split(self.accelerator.num_processes)
         return parts[self.accelerator.process_index]
 

@@ -47,7 +47,7 @@ class QuRLRLOOTrainer(GroupRolloutsMixin, RLOOTrainer):
     _paper = QURL
 
     def _missing_logps(self, proximal_logps: torch.Tensor | None) -> Batch:
-        rows = [completion_logps(tokens) for tokens in self.vllm_generation.samples.behavior_logps]
+        rows = [completion_logps(tokens) for tokens in self._rollout.samples.behavior_logps]
         behavior_logps = pad(rows, pad_to_multiple_of=self.pad_to_multiple_of)  # (B, T)
         return {
             "old_per_token_logps": proximal_logps,

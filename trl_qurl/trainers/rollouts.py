@@ -38,7 +38,15 @@ from trl_qurl.trainers.checks.rewards import explained_rewards
 from trl_qurl.trainers.engine import QuantizedEngineMixin
 from trl_qurl.trainers.reference import load_reference, save_reference
 from trl_qurl.trainers.saving import load_rollout_state, save_rollout_state, skip_epochs
-from trl_qurl.trainers.scoring import Batch, PolicyPass, cap_of, learned_tokens, loss_metrics
+from trl_qurl.trainers.scoring import (
+    Batch,
+    LossPass,
+    PolicyPass,
+    Rollout,
+    cap_of,
+    learned_tokens,
+    loss_metrics,
+)
 
 CALIBRATION_PROMPTS = 8  # for smoothing
 LONGEST_PROMPT = 512  # tokens of these
@@ -111,32 +119,27 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
 
     # Generated and scored
 
+    def _begin_rollout(self, inputs: Any) -> Any:
+        """Begin a rollout, and return the rows that TRL generates from."""
+        has_lists = self._listed_count > 0
+        self._rollout = Rollout(self.vllm_generation, has_lists, not self._scores_in_update)
+        return inputs
+
     def _generate_and_score_completions(self, inputs: Any) -> Batch:
-        in_advance = PolicyPass(not self._scores_in_update, reads_lists=bool(self._listed_count))
-        with self._watch_pass(in_advance):
-            batch = super()._generate_and_score_completions(inputs)
-        self._record({"time/logps_s": in_advance.seconds})
-        self._complete_lists(in_advance, batch["completion_ids"].size(1))
-        if in_advance.listed is not None:
-            batch |= in_advance.listed._asdict()
-            learned = learned_tokens(batch)
-            self._record(in_advance.listed.metrics(learned, self._sum_over_processes))
-        batch |= self._missing_logps(in_advance.logps)
+        rows = self._begin_rollout(inputs)
+        rollout = self._rollout
+        with self._watch_pass(rollout):
+            batch = super()._generate_and_score_completions(rows)
+        self._record({"time/logps_s": rollout.seconds})
+        listed = rollout.lists(batch["completion_ids"].size(1))
+        if listed is not None:
+            batch |= listed._asdict()
+            self._record(listed.metrics(learned_tokens(batch), self._sum_over_processes))
+        batch |= self._missing_logps(rollout.logps)
         if "old_per_token_logps" in batch and "sampling_per_token_logps" in batch:
             self._tally(batch, batch["old_per_token_logps"])
             self._record_mismatch()
         return batch
-
-    def _listings(self) -> list[listed_tokens.Listing]:
-        """Return what the engine listed for each completion."""
-        samples = self.vllm_generation.samples
-        return list(zip(samples.behavior_logps, samples.behavior_ids or (), strict=True))
-
-    def _complete_lists(self, watched: PolicyPass, length: int) -> None:
-        """Give a pass the engine's lists for its completions, padded to this length."""
-        if watched.reads_lists and watched.listed is None:
-            device = self.accelerator.device
-            watched.listed = listed_tokens.list_tokens(self._listings(), length, device)
 
     def _missing_logps(self, proximal_logps: torch.Tensor | None) -> Batch:
         """Return log-probabilities that TRL's trainer leaves out of its batch, as RLOO's does.
@@ -147,7 +150,8 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         with explained_rewards(self.reward_func_names):
-            return super()._calculate_rewards(*args, **kwargs)
+            self._rollout.rewards = super()._calculate_rewards(*args, **kwargs)
+        return self._rollout.rewards
 
     def _has_signal(self, metrics: dict[str, float]) -> bool:
         """Return whether a rollout with these metrics has rewards to learn from."""
@@ -179,18 +183,16 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
         **kwargs: Any,
     ) -> tuple:
         started = time.perf_counter()
-        watched = self._pass
-        teaches = watched is not None and watched.teaches_smoothing and watched.logps is None
+        watched = self._pass or PolicyPass()
+        teaches = watched.teaches_smoothing and watched.logps is None
         is_training = model.training
         in_advance = is_training and not torch.is_grad_enabled()
         if in_advance:
             model.eval()  # the engine has no dropout either
-        if watched is not None:
-            self._complete_lists(watched, logits_to_keep)
         try:
             with (
                 self._watch_activations(teaches and is_training),
-                listed_tokens.renormalized(self, model, watched.listed if watched else None),
+                listed_tokens.renormalized(self, model, watched.lists(logits_to_keep)),
             ):
                 logps, *others = super()._get_per_token_logps_and_entropies(
                     model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
@@ -198,18 +200,14 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
         finally:
             if in_advance:
                 model.train()
-        if watched is not None:
-            watched.seconds += time.perf_counter() - started
-            if watched.logps is None:
-                watched.logps = logps.detach()
-            logps = self._complete_inputs(watched, logps)
-        return logps, *others
+        watched.seconds += time.perf_counter() - started
+        return watched.take(logps), *others
 
     # Learned from
 
     def compute_loss(self, model: Any, inputs: Batch, *args: Any, **kwargs: Any) -> Any:
         """Compute the loss as the parent does; over the listed tokens in any subclass, too."""
-        with self._watch_pass(PolicyPass(False, listed=listed_tokens.listed_inputs(inputs))):
+        with self._watch_pass(PolicyPass(listed_tokens.listed_inputs(inputs))):
             return super().compute_loss(model, inputs, *args, **kwargs)
 
     def _compute_loss(self, model: Any, inputs: Batch) -> torch.Tensor:
@@ -217,30 +215,22 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
         inputs = dict(inputs)
         # TRL's name for them. Below, it holds the denominator of the clipped ratio.
         proximal_logps = inputs.get("old_per_token_logps")
-        in_loss = PolicyPass(False, inputs, listed=listed_tokens.listed_inputs(inputs))
-        if proximal_logps is None:
-            in_loss.teaches_smoothing = True
-            in_loss.completes_inputs = True
-        else:
-            inputs |= self._objective_inputs(inputs, proximal_logps)
+
+        def complete(logps: torch.Tensor) -> torch.Tensor:
+            # TRL reads the inputs after this forward pass, which may be the first to score them.
+            if proximal_logps is None:
+                inputs.update(self._objective_inputs(inputs, logps.detach()))
+            return self._weigh(logps, inputs)
+
+        if proximal_logps is not None:
+            inputs.update(self._objective_inputs(inputs, proximal_logps))
+        listed = listed_tokens.listed_inputs(inputs)
+        in_loss = LossPass(complete, listed, teaches_smoothing=proximal_logps is None)
         with self._watch_pass(in_loss):
             loss = super()._compute_loss(model, inputs)
         if in_loss.logps is not None:  # else a subclass computes them without our forward pass
             self._record_update(inputs, in_loss.logps, proximal_logps)
         return loss
-
-    def _complete_inputs(self, watched: PolicyPass, logps: torch.Tensor) -> torch.Tensor:
-        """Complete the inputs of TRL's loss by what its own forward pass has computed.
-
-        TRL reads them after that pass: the objective's inputs of a rollout that was not scored in
-        advance, and the log-probabilities that this method returns, (B, T).
-        """
-        if watched.inputs is None:  # not inside the loss
-            return logps
-        if watched.completes_inputs:
-            # In place: TRL's loss holds this dictionary.
-            watched.inputs |= self._objective_inputs(watched.inputs, logps.detach())
-        return self._weigh(logps, watched.inputs)
 
     def _objective_inputs(self, batch: Batch, proximal_logps: torch.Tensor) -> Batch:
         """Return the inputs from which TRL's loss computes the objective, (B, T) each."""

@@ -1,105 +1,111 @@
-"""Score completions: log-probabilities (B, T), what is learned from, and metrics of an update."""
+"""What is scored: passes of the policy, one rollout, what is learned from, metrics of an update."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
-from trl.trainer.utils import selective_log_softmax
 
 from trl_qurl.objective import importance_ratio
-from trl_qurl.rollout.backend import Samples
-from trl_qurl.rollout.mismatch import MismatchTally, valid_logps
-from trl_qurl.trainers.listed_tokens import ListedTokens, list_tokens, over_lists
+from trl_qurl.rollout.backend import QuantizedVLLMGeneration, Samples
+from trl_qurl.rollout.cost import RolloutCost
+from trl_qurl.trainers.dynamic_sampling import FilledBatch
+from trl_qurl.trainers.listed_tokens import ListedTokens, list_tokens
 
 Batch = dict[str, Any]  # of TRL's trainers: tensors, (B, ...) each
 
-SCORED_SAMPLES = 8  # completions that are compared for a proof
-SCORED_TOKENS = 64  # of each, from its beginning
 
-
-@dataclass
 class PolicyPass:
     """A trainer's forward passes inside a block, of which the first is kept.
 
-    Before an update, that may be the reference model's, if none is made in advance: nobody reads it
-    then.
+    Args:
+        listed: Of the completions, what the engine lists, if the passes follow it.
+        teaches_smoothing: Whether smoothing learns from the first.
     """
 
-    teaches_smoothing: bool  # whether smoothing learns from the first
-    inputs: Batch | None = None  # of TRL's loss, if the passes are inside it
-    completes_inputs: bool = False  # whether the first completes them
-    logps: torch.Tensor | None = None  # of the first, (B, T), without gradient
-    listed: ListedTokens | None = None  # of the completions
-    reads_lists: bool = False  # whether these are the engine's latest, read when they are needed
-    seconds: float = 0.0
+    def __init__(self, listed: ListedTokens | None = None, teaches_smoothing: bool = False) -> None:
+        self.listed = listed
+        self.teaches_smoothing = teaches_smoothing
+        self.logps: torch.Tensor | None = None  # of the first, (B, T), without gradient
+        self.seconds = 0.0
+
+    def lists(self, length: int) -> ListedTokens | None:
+        """Return what the engine lists for completions that are padded to this length."""
+        return self.listed
+
+    def take(self, logps: torch.Tensor) -> torch.Tensor:
+        """Keep the first log-probabilities, (B, T), and return what TRL reads in their place."""
+        if self.logps is None:
+            self.logps = logps.detach()
+        return logps
 
 
-class ScoredTokens(NamedTuple):
-    """The two log-probabilities of a completion's tokens, (1, T) each, in nats."""
+class LossPass(PolicyPass):
+    """The forward pass inside TRL's loss.
 
-    proximal_logps: torch.Tensor
-    behavior_logps: torch.Tensor  # NaN where the engine returned no valid value
-    mask: torch.Tensor  # bool, all true
-
-
-def mismatch_of_samples(trainer: Any, samples: Samples) -> dict[str, float]:
-    """Return how far the engine is from a trainer's policy, by the beginnings of a few completions.
-
-    Empty if a process has none, or with images, which the policy would need as well. A collective
-    operation.
+    Args:
+        complete: Returns what TRL's loss reads in place of log-probabilities, (B, T).
+        listed: As for the parent.
+        teaches_smoothing: As for the parent.
     """
-    is_useless = samples.has_images or not any(samples.completions)
-    useless = torch.tensor([float(is_useless)], device=trainer.accelerator.device)
-    if trainer._sum_over_processes(useless).item():
-        return {}
-    generation = trainer.vllm_generation
-    tally = MismatchTally(trainer.accelerator)
-    with generation.cost.timed("check_s"):
-        for scored in scored_samples(trainer, samples):
-            tally.add(*scored, cap_of(trainer.args))
-    return tally.pop()
+
+    def __init__(
+        self,
+        complete: Callable[[torch.Tensor], torch.Tensor],
+        listed: ListedTokens | None,
+        teaches_smoothing: bool,
+    ) -> None:
+        super().__init__(listed, teaches_smoothing)
+        self._complete = complete
+
+    def take(self, logps: torch.Tensor) -> torch.Tensor:
+        """Keep the first log-probabilities, (B, T), and return what TRL reads in their place."""
+        return self._complete(super().take(logps))
 
 
-@torch.no_grad()
-def scored_samples(trainer: Any, samples: Samples) -> Iterator[ScoredTokens]:
-    """Score the beginnings of a few completions with the policy, one forward pass each.
+class Rollout(PolicyPass):
+    """What this process knows of a rollout: made when it begins, and filled as it goes on.
 
-    A collective operation where the model is sharded, because all processes have as many samples.
+    `logps` are the policy's, if a pass in advance scores it (otherwise the reference model's may be
+    there, and nobody reads them).
+
+    Args:
+        generation: The trainer's backend.
+        has_lists: Whether the passes follow what the engine lists.
+        teaches_smoothing: As for the parent.
     """
-    every = max(1, len(samples.prompts) // SCORED_SAMPLES)  # those of one prompt are neighbors
-    chosen = range(0, len(samples.prompts), every)[:SCORED_SAMPLES]
-    model = trainer.model
-    was_training = model.training
-    model.eval()  # the engine has no dropout either
-    try:
-        for number in chosen:
-            yield scored_sample(trainer, samples, number)
-    finally:
-        model.train(was_training)
 
+    def __init__(
+        self,
+        generation: QuantizedVLLMGeneration,
+        has_lists: bool = False,
+        teaches_smoothing: bool = False,
+    ) -> None:
+        super().__init__(None, teaches_smoothing)
+        self._generation = generation
+        self._has_lists = has_lists
+        self.filled: FilledBatch | None = None  # by dynamic sampling
+        self.rewards: Any = None  # of all processes, (B · processes, functions)
+        self.metrics: dict[str, float] = {}  # by name, once it is scored
+        self.cost = RolloutCost()
 
-def scored_sample(trainer: Any, samples: Samples, number: int) -> ScoredTokens:
-    """Score the first T tokens of a completion with the policy, in one forward pass."""
-    model = trainer.model
-    completion = samples.completions[number][:SCORED_TOKENS]
-    length = len(completion)
-    ids = torch.tensor([samples.prompts[number] + completion], device=model.device)
-    logits = model(input_ids=ids, use_cache=False, logits_to_keep=length + 1).logits[:, :-1]
-    logits = logits.float() / trainer.vllm_generation.temperature  # (1, T, vocabulary)
-    targets = ids[:, ids.size(1) - length :]
-    proximal_logps = selective_log_softmax(logits, targets)
-    behavior = samples.behavior_logps[number][:length]
-    if trainer._listed_count and samples.behavior_ids:
-        listing = (behavior, samples.behavior_ids[number][:length])
-        listed = list_tokens([listing], length, model.device)
-        proximal_logps = over_lists(proximal_logps, logits, listed)
-    [valid] = valid_logps([[token[0] for token in behavior]])
-    known = [math.nan if logp is None else logp for logp in valid]
-    behavior_logps = torch.tensor([known], device=model.device)
-    mask = torch.ones_like(targets, dtype=torch.bool)
-    return ScoredTokens(proximal_logps, behavior_logps, mask)
+    @property
+    def samples(self) -> Samples:
+        """What the engine sampled in this process, at last."""
+        return self._generation.samples
+
+    @property
+    def version(self) -> str:
+        """Version of the weights that the engine sampled with."""
+        return self._generation.sync.version
+
+    def lists(self, length: int) -> ListedTokens | None:
+        """Return what the engine lists for completions that are padded to this length."""
+        if self._has_lists and self.listed is None:
+            source = self.samples if self.filled is None else self.filled
+            device = self._generation.accelerator.device
+            self.listed = list_tokens(source.listings(), length, device)
+        return self.listed
 
 
 def learned_tokens(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -21,10 +21,10 @@ from transformers import TrainerControl, TrainerState
 
 from trl_qurl.config.checks.sampling import biasing_settings, cutting_settings
 from trl_qurl.quantization.plan import schemes_of
-from trl_qurl.rollout.backend import Samples
 from trl_qurl.rollout.errors import SyncError
 from trl_qurl.trainers.callbacks import RolloutCallback
-from trl_qurl.trainers.scoring import mismatch_of_samples
+from trl_qurl.trainers.checks.samples import mismatch_of_samples
+from trl_qurl.trainers.scoring import Rollout
 
 logger = get_logger(__name__)  # logs in the main process only
 
@@ -153,7 +153,7 @@ class MismatchGuard(RolloutCallback):
         if trainer._listed_count:
             self._is_blind = bool(biasing_settings(trainer.args))
 
-    def on_rollout(self, samples: Samples, metrics: Mapping[str, float]) -> None:
+    def on_rollout(self, rollout: Rollout) -> None:
         """Raise `SyncError` if a proof is due, and the engine computes another function."""
         trainer = self.trainer
         sync = trainer.vllm_generation.sync
@@ -161,7 +161,7 @@ class MismatchGuard(RolloutCallback):
             sync.needs_proof = False
         if not sync.needs_proof:
             return
-        scored = mismatch_of_samples(trainer, samples)
+        scored = mismatch_of_samples(trainer, rollout.samples)
         if KL not in scored:  # no token was
             return
         contradiction = self.contradiction(scored, trainer.model.training)

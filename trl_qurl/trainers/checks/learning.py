@@ -14,8 +14,8 @@ from accelerate.logging import get_logger
 from transformers import PreTrainedModel, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
-from trl_qurl.rollout.backend import Samples
 from trl_qurl.trainers.callbacks import RolloutCallback
+from trl_qurl.trainers.scoring import Rollout
 
 logger = get_logger(__name__)  # of the main process
 
@@ -96,8 +96,9 @@ class LearningWatch(RolloutCallback):
         if len(without_effect) >= PATIENCE:
             self._say_once("weights", unchanged_text(self.trainer.model, unchanged, norm, rate))
 
-    def on_rollout(self, samples: Samples, metrics: Mapping[str, float]) -> None:
+    def on_rollout(self, rollout: Rollout) -> None:
         """Judge a training rollout by its rewards; warn if the last ones taught nothing."""
+        metrics = rollout.metrics
         if not self.trainer.model.training or "reward" not in metrics:
             return
         for name in self.trainer.reward_func_names:
