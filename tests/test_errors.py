@@ -140,7 +140,6 @@ def test_another_package_missing(package, arguments, advice, train, monkeypatch)
 # --------------------------------------------------------------------------------------------------
 
 MISTAKES = {
-    "--vllm_max_model_length 64": ["max_completion_length=64", "vllm_max_model_length=64"],
     "--report_to wandbb": ["--report_to wandbb"],
     "--num_generations 5": ["num_generations (5)", "256"],
 }

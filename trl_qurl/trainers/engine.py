@@ -18,7 +18,7 @@ from trl_qurl.rollout.mismatch import MismatchTally
 from trl_qurl.rollout.prompts import check_special_tokens
 from trl_qurl.rollout.recovery import raise_everywhere
 from trl_qurl.rollout.substitution import substitute
-from trl_qurl.trainers.arguments import applies_uaq, checked_config, rollout_settings
+from trl_qurl.trainers.arguments import checked_config, rollout_settings
 from trl_qurl.trainers.callbacks import (
     RunLogCallback,
     SavingBetweenSteps,
@@ -86,7 +86,7 @@ class QuantizedEngineMixin(CheckpointsMixin):
         self._run_log = RunLogCallback(logged)
         # Ours go first: rows logged by user callbacks belong in run.jsonl, their time in no step.
         callbacks = [self._step_timer, self._saving, self._run_log, self._learning]
-        if applies_uaq(args, arguments):
+        if args.uaq_scale != 1.0:
             callbacks.insert(0, UpdateAwareQuantizationCallback(args.uaq_scale))
         arguments["callbacks"] = [*callbacks, *(arguments.get("callbacks") or [])]
         with substitute(self._generation_module, "VLLMGeneration", self._backend_factory(args)):
