@@ -17,7 +17,6 @@ from trl_qurl import QuRLGRPOConfig, QuRLPPOConfig
 from trl_qurl.config import CLIPPED_LOSS_TYPES, TAKEN_ENGINE_ARGUMENTS, QuantizedRolloutsConfig
 from trl_qurl.config.checks import conflicts
 from trl_qurl.config.checks.engine_arguments import UNFOLLOWED
-from trl_qurl.config.checks.values import OF_TRL
 from trl_qurl.objective import OBJECTIVES
 from trl_qurl.quantization.formats import TOKEN_CACHES
 
@@ -104,18 +103,17 @@ NAN = float("nan")
 VALUES = [
     ("weight_sync", "nccl", "'checkpoint'"),
     ("mismatch_guard", "halt", "'stop'"),
-    ("mismatch_guard", False, "'off'"),  # what YAML reads for `off`
     ("objective", "ppo", "'trl'"),
-    ("uaq_scale", 0.0, "1.0"),
-    ("uaq_scale", float("inf"), "1.0"),
-    ("uaq_scale", NAN, "1.0"),
+    ("uaq_scale", 0.0, "positive"),
+    ("uaq_scale", NAN, "positive"),
     ("uaq_scale", "1.5", "positive"),
-    ("importance_cap", 0.0, "None"),
-    ("importance_cap", NAN, "None"),
-    ("importance_cap", True, "None"),
-    ("mismatch_guard_kl", 0.0, "0.1"),
-    ("vllm_request_timeout", 0, "seconds"),
-    ("sync_check_interval", -1, "0"),
+    ("importance_cap", 0.0, "positive"),
+    ("importance_cap", NAN, "positive"),
+    ("importance_cap", True, "positive"),
+    ("mismatch_guard_kl", 0.0, "positive"),
+    ("mismatch_guard_kl", NAN, "positive"),
+    ("vllm_request_timeout", 0, "positive"),
+    ("sync_check_interval", -1, "0 or more"),
     ("temperature", 0.0, "makes all completions equal"),
     ("temperature", 0.002, "at least 0.01"),
     ("quantization_ignore", ["re:(["], "regular expression"),
@@ -132,7 +130,7 @@ def test_a_value_that_is_refused_is_named_with_what_is_allowed(name, value, allo
 
 
 def test_every_limit_is_tried():
-    assert limited(QuRLGRPOConfig) | OF_TRL.keys() <= {name for name, *_ in VALUES}
+    assert limited(QuRLGRPOConfig) <= {name for name, *_ in VALUES}
 
 
 # Settings that conflict, and the way out; not all settings need to be named.

@@ -14,7 +14,7 @@ from trl_qurl.quantization import SCHEMES
 from trl_qurl.quantization.checkpoint_form import parameter_name
 from trl_qurl.quantization.merging import model_parameters
 from trl_qurl.rollout.checks.fingerprint import fingerprint
-from trl_qurl.rollout.preparation import check_policy
+from trl_qurl.rollout.checks.tied_head import check_tied_head
 from trl_qurl.trainers.checks.arguments import MERGED
 
 
@@ -178,19 +178,19 @@ def test_fsdp_1_is_refused(start, monkeypatch):
 
 
 def test_heads_that_are_trained_alike_or_untied_are_accepted():
-    check_policy(get_peft_model(tiny_model(), lora()).get_base_model())
-    check_policy(tiny_model())
+    check_tied_head(get_peft_model(tiny_model(), lora()).get_base_model())
+    check_tied_head(tiny_model())
     for settings in APART.values():
         untied = tiny_model(tie_word_embeddings=False)
-        check_policy(get_peft_model(untied, lora(**settings)).get_base_model())
+        check_tied_head(get_peft_model(untied, lora(**settings)).get_base_model())
     both = lora(modules_to_save=["lm_head", "embed_tokens"], ensure_weight_tying=True)
-    check_policy(get_peft_model(tiny_model(), both).get_base_model())
+    check_tied_head(get_peft_model(tiny_model(), both).get_base_model())
     apart = tiny_model()
     apart.lm_head.weight = torch.nn.Parameter(apart.lm_head.weight.clone())
     with pytest.raises(ValueError, match="are one tensor in the engine"):
-        check_policy(apart)
+        check_tied_head(apart)
     apart.config.tie_word_embeddings = False
-    check_policy(apart)
+    check_tied_head(apart)
 
 
 def test_a_generation_config_that_cannot_be_saved_is_refused(start, tmp_path):

@@ -97,9 +97,7 @@ def no_engine(monkeypatch):
 
 def test_a_config_of_grpo_is_refused(tmp_path):
     config = QuRLGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, steps_per_generation=2)
-    with pytest.raises(
-        TypeError, match=r"QuRLGRPOConfig, which lacks .* pass a trl_qurl.QuRLPPOConfig"
-    ):
+    with pytest.raises(TypeError, match=r"QuRLGRPOConfig, which lacks .* pass a QuRLPPOConfig"):
         build_trainer(QuRLPPOTrainer, tmp_path, args=config)
 
 

@@ -188,7 +188,7 @@ def lora(targets="all-linear", **settings):
 
 
 def build(options):
-    config = {"max_steps": 4, "learning_rate": 1e-3, "uaq_scale": 1.5}
+    config = {"max_steps": 4, "learning_rate": 1e-3, "uaq_scale": 1.0 if options.lora else 1.5}
     config |= {"vllm_max_model_length": 64, **json.loads(options.config)}
     if config.get("vllm_mode") == "server":
         config["vllm_engine_kwargs"] = None

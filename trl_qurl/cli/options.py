@@ -50,17 +50,16 @@ def check_hub(name: str, kind: str) -> None:
 
     Raises `ConnectionError` if the Hub cannot be reached.
     """
-    from huggingface_hub import HfApi, constants, try_to_load_from_cache
+    from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
     from huggingface_hub.file_download import repo_folder_name
 
+    if Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type=kind)).is_dir():
+        return
+    if constants.HF_HUB_OFFLINE and kind == "dataset":  # that library has a cache of its own
+        return
     try:
-        is_here = isinstance(try_to_load_from_cache(name, "config.json", repo_type=kind), str)
-        if constants.HF_HUB_OFFLINE:  # the datasets library has a cache of its own
-            folder = repo_folder_name(repo_id=name, repo_type=kind)
-            is_here = kind == "dataset" or Path(constants.HF_HUB_CACHE, folder).is_dir()
-        if not is_here:
-            HfApi().repo_info(name, repo_type=kind, timeout=10)
+        HfApi().repo_info(name, repo_type=kind, timeout=10)
     except (HfHubHTTPError, HFValidationError):
         pass  # a wrong name, or one without access: loading it says so
     except Exception as error:  # of the HTTP library

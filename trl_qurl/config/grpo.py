@@ -6,7 +6,7 @@ from typing import Any
 
 from trl import GRPOConfig
 
-from trl_qurl.config.checks.conflicts import objective_conflict
+from trl_qurl.config.checks.conflicts import check_objective, default_objective
 from trl_qurl.config.checks.values import check_choice
 from trl_qurl.config.help import with_help
 from trl_qurl.config.rollout import QuantizedRolloutsConfig
@@ -45,15 +45,13 @@ class QuRLGRPOConfig(QuantizedRolloutsConfig, GRPOConfig):
     dynamic_sampling_reward: str | None = None
 
     def __post_init__(self: Any) -> None:
-        default = next(
-            name for name in ("acr", "tis", TRL_LOSS) if objective_conflict(self, name) is None
-        )
         if self.objective is None:
-            conflict = objective_conflict(self, "acr")
+            self.objective = "acr"
+            default, conflict = default_objective(self)
             if conflict is not None:
                 warnings.warn(
-                    f"{conflict.given(self)} does not fit the default objective 'acr', so "
-                    f"{default!r} is used. Set objective={default!r} to avoid this warning.",
+                    f"{conflict.given(self)}, the default, do not fit, so objective={default!r} is "
+                    "used. Set it to avoid this warning.",
                     stacklevel=3,
                 )
             self.objective = default
@@ -61,12 +59,4 @@ class QuRLGRPOConfig(QuantizedRolloutsConfig, GRPOConfig):
         if self.dynamic_sampling_reward is not None:
             self.dynamic_sampling = True
         super().__post_init__()
-        conflict = objective_conflict(self, self.objective)
-        if conflict is not None:
-            instead = f"objective={default!r}"
-            if default != TRL_LOSS:
-                instead += ", which works with any loss, or 'trl', TRL's own"
-            raise ValueError(
-                f"{conflict.given(self)} does not fit objective={self.objective!r}: "
-                f"{conflict.reason}. {conflict.way_out}, or use {instead}."
-            )
+        check_objective(self)

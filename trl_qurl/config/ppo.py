@@ -1,15 +1,12 @@
 """Configuration of PPO: GRPO's on quantized rollouts, plus advantages from a critic."""
 
 from dataclasses import dataclass
-from math import inf
 from typing import Annotated
 
 from trl_qurl.config.checks.conflicts import WITH_A_CRITIC
-from trl_qurl.config.checks.values import Limit, check_choice
+from trl_qurl.config.checks.values import COUNT, POSITIVE, SHARE, check_choice
 from trl_qurl.config.grpo import QuRLGRPOConfig
 from trl_qurl.config.help import with_help
-
-SHARE = Limit(lambda share: 0 <= share <= 1, "in [0, 1] (verl's setting is 1)")
 
 
 @with_help
@@ -55,15 +52,9 @@ class QuRLPPOConfig(QuRLGRPOConfig):
     gae_lambda: Annotated[float, SHARE] = 1.0
 
     # Critic
-    value_clip_range: Annotated[
-        float | None, Limit(lambda distance: distance > 0, "positive, or None for no clipping")
-    ] = 0.5
-    critic_warmup_steps: Annotated[
-        int, Limit(lambda steps: steps >= 0, "a number of optimizer steps, or 0 for none")
-    ] = 0
-    critic_learning_rate: Annotated[
-        float, Limit(lambda rate: 0 < rate < inf, "positive and finite")
-    ] = 1e-5
+    value_clip_range: Annotated[float | None, POSITIVE] = 0.5
+    critic_warmup_steps: Annotated[int, COUNT] = 0
+    critic_learning_rate: Annotated[float, POSITIVE] = 1e-5
 
     def __post_init__(self) -> None:
         generations = self.num_generations

@@ -2,7 +2,6 @@
 
 import os
 from dataclasses import dataclass, field
-from math import inf
 from typing import Annotated, Any, Literal
 
 from trl import GRPOConfig, RLOOConfig
@@ -10,7 +9,7 @@ from trl import GRPOConfig, RLOOConfig
 from trl_qurl.config.checks.conflicts import CONFLICTS, check_conflicts
 from trl_qurl.config.checks.engine_arguments import read_engine_kwargs
 from trl_qurl.config.checks.sampling import check_sampling
-from trl_qurl.config.checks.values import Limit, check_values
+from trl_qurl.config.checks.values import COUNT, POSITIVE, check_values
 from trl_qurl.config.help import with_help
 from trl_qurl.quantization.formats import EXAMPLE, SCHEMES, UNQUANTIZED, check_kv_cache
 from trl_qurl.quantization.plan import check_patterns, read_formats, schemes_of
@@ -104,39 +103,25 @@ class QuantizedRolloutsConfig:
         },
     )
     quantization_ignore: list[str] = field(default_factory=lambda: ["lm_head"])
-    uaq_scale: Annotated[
-        float,
-        Limit(
-            lambda scale: 0 < scale < inf,
-            "positive and finite (the paper uses 1.5; 1.0 turns UAQ off)",
-        ),
-    ] = 1.0
+    uaq_scale: Annotated[float, POSITIVE] = 1.0
     smooth_activations: bool | None = None
 
     # Weight sync
     weight_sync: Literal["auto", "stream", "checkpoint", "adapter", "llmcompressor"] = "auto"
     round_base: bool = False
     rollout_checkpoint_dir: str | None = None
-    vllm_request_timeout: Annotated[
-        float, Limit(lambda seconds: seconds > 0, "a positive number of seconds")
-    ] = 900.0
+    vllm_request_timeout: Annotated[float, POSITIVE] = 900.0
     vllm_engine_kwargs: dict[str, Any] | str | None = field(default_factory=dict)
 
     # Importance ratio
-    importance_cap: Annotated[
-        float | None, Limit(lambda cap: cap > 0, "a ratio above 0, or None for no cap")
-    ] = 2.0
+    importance_cap: Annotated[float | None, POSITIVE] = 2.0
 
     # Checks
-    sync_check_interval: Annotated[
-        int, Limit(lambda syncs: syncs >= 0, "a number of syncs, or 0 for none")
-    ] = 16
+    sync_check_interval: Annotated[int, COUNT] = 16
 
     # Guard
     mismatch_guard: Literal["off", "warn", "stop"] = "warn"
-    mismatch_guard_kl: Annotated[
-        float, Limit(lambda kl: 0 < kl < inf, "positive and finite (nats per token; usually 0.1)")
-    ] = 0.1
+    mismatch_guard_kl: Annotated[float, POSITIVE] = 0.1
 
     def __post_init__(self: Any) -> None:
         super().__post_init__()  # type: ignore[misc]  # TRL's config comes after this class

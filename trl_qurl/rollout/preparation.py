@@ -17,7 +17,7 @@ from trl_qurl.quantization.plan import Formats, QuantizationPlan, make_plan
 from trl_qurl.quantization.smoothing import can_smooth
 from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.checks.hardware import EXPERTS, expert_obstacle
-from trl_qurl.rollout.checks.policy import check_policy
+from trl_qurl.rollout.checks.tied_head import check_tied_head
 
 logger = get_logger(__name__)  # of the main process
 
@@ -60,9 +60,9 @@ def prepare_weights(
 
     The stream is smoothed for the tokens of the first prompts where that is possible. `prompts`
     returns the tokens of a few, or none if they are not known yet. A collective operation. Raises
-    `ValueError` as `check_policy` and `make_plan` do.
+    `ValueError` as `check_tied_head` and `make_plan` do.
     """
-    check_policy(plain_model(model))
+    check_tied_head(plain_model(model))
     has_adapter = is_peft_model(model)
     smooths = rollout.smooths
     if smooths is None:  # smooth where supported, unless an adapter may be sent alone

@@ -1,11 +1,8 @@
-"""A trainer's config, and what it decides: the settings of rollouts, and UAQ."""
+"""A trainer's config, and the settings of rollouts made from it."""
 
-import warnings
-from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from accelerate.utils import is_peft_model
 from transformers import TrainingArguments
 from trl.import_utils import is_vllm_available
 
@@ -36,10 +33,9 @@ def checked_config(trainer: Any, config: TrainingArguments | None) -> Any:
         settings.pop("generation_batch_size", None)
         settings["use_vllm"] = True
         return config_class(**settings)
-    package = config_class.__module__.partition(".")[0]
     raise TypeError(
         f"args is a {given.__name__}, which lacks settings of {trainer.__name__}: pass a "
-        f"{package}.{config_class.__name__} (it takes the same fields and adds its own)."
+        f"{config_class.__name__} (it takes the same fields and adds its own)."
     )
 
 
@@ -56,19 +52,3 @@ def rollout_settings(args: TrainingArguments, listed: int = 0) -> RolloutSetting
         # A short run on a CPU ends before compiling pays.
         settings["vllm_engine_kwargs"] = {"enforce_eager": True} | args.vllm_engine_kwargs
     return RolloutSettings(**settings, listed=listed)
-
-
-def applies_uaq(args: TrainingArguments, arguments: Mapping[str, Any]) -> bool:
-    """Return whether to rescale the model for UAQ; warn if an adapter forbids it."""
-    if args.uaq_scale == 1.0:
-        return False
-    model = arguments["model"]
-    has_adapter = not isinstance(model, str) and is_peft_model(model)
-    if not has_adapter and arguments.get("peft_config") is None:
-        return True
-    warnings.warn(
-        f"uaq_scale={args.uaq_scale} is not applied: an adapter trained on rescaled weights would "
-        "not fit the original model. Set uaq_scale=1.0 to avoid this warning.",
-        stacklevel=3,
-    )
-    return False

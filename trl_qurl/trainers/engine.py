@@ -21,7 +21,7 @@ from trl_qurl.quantization.storage import set_dtype
 from trl_qurl.rollout.backend import QuantizedVLLMGeneration
 from trl_qurl.rollout.cost import RolloutCost
 from trl_qurl.rollout.substitution import substitute
-from trl_qurl.trainers.arguments import applies_uaq, checked_config, rollout_settings
+from trl_qurl.trainers.arguments import checked_config, rollout_settings
 from trl_qurl.trainers.callbacks import (
     RolloutCallback,
     RunLogCallback,
@@ -93,7 +93,7 @@ class QuantizedEngineMixin(TRLTrainer):
         self._run_log = RunLogCallback(logged)
         # Ours go first: rows logged by user callbacks belong in run.jsonl, their time in no step.
         callbacks = [self._step_timer, self._run_log, *self._checks(args)]
-        if applies_uaq(args, arguments):
+        if args.uaq_scale != 1.0:
             callbacks.insert(0, UpdateAwareQuantizationCallback(args.uaq_scale))
         self._callbacks = [*callbacks, *(arguments.get("callbacks") or [])]
         arguments["callbacks"] = self._callbacks

@@ -58,37 +58,37 @@ CLIPPED_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")
 made."""
 
 UNCORRECTED = Conflict(
-    ("vllm_importance_sampling_correction",),
+    ("vllm_importance_sampling_correction", "objective"),
     lambda config: not config.vllm_importance_sampling_correction,
     "it turns off the correction that the objective is",
-    "Leave it True ('naive' has no correction)",
+    "Leave it True ('naive' has no correction), or use objective='trl'",
 )
 """With all objectives but TRL's."""
 
 LIFTED_BOUND = (
     Conflict(
-        ("importance_sampling_level",),
+        ("importance_sampling_level", "objective"),
         lambda config: config.importance_sampling_level != "token",
         "the clip bounds of single tokens are lifted",
-        "Use 'token'",
+        "Use 'token', or objective='tis'",
     ),
     Conflict(
-        ("loss_type",),
+        ("loss_type", "objective"),
         lambda config: config.loss_type not in CLIPPED_LOSS_TYPES,
         "the loss must clip the ratio of a token on both sides",
-        f"Use one of {', '.join(map(repr, CLIPPED_LOSS_TYPES))}",
+        f"Use one of {', '.join(map(repr, CLIPPED_LOSS_TYPES))}, or objective='tis'",
     ),
     Conflict(
-        ("use_bias_correction_kl", "beta"),
+        ("use_bias_correction_kl", "beta", "objective"),
         lambda config: config.use_bias_correction_kl and config.beta != 0.0,
         "TRL weights the penalty by the ratio, which the objective changes",
-        "Set use_bias_correction_kl=False",
+        "Set use_bias_correction_kl=False, or objective='tis'",
     ),
     Conflict(
-        ("delta",),
+        ("delta", "objective"),
         lambda config: config.delta is not None,
         "it bounds the ratio, which the objective changes",
-        "Set delta=None",
+        "Set delta=None, or objective='tis'",
     ),
 )
 """With objectives that lift the upper clip bound."""
@@ -99,7 +99,7 @@ def _only_trls(setting: str) -> Conflict:
     name = f"vllm_importance_sampling_{setting}"
     default = getattr(GRPOConfig, name)
     return Conflict(
-        (name,),
+        (name, "objective"),
         lambda config: getattr(config, name) != default,
         "only TRL's own correction reads it",
         "Leave it out",
@@ -107,7 +107,7 @@ def _only_trls(setting: str) -> Conflict:
 
 
 TRLS_CORRECTION = (_only_trls("mode"), _only_trls("clip_min"), _only_trls("clip_max"))
-"""With the default objective. One that was chosen does not read these settings."""
+"""With the default objective: one that was chosen does not read these settings."""
 
 WITH_A_CRITIC = {
     "loss_type": CLIPPED_LOSS_TYPES,  # those with one ratio per token, clipped on both sides
@@ -128,13 +128,21 @@ def check_conflicts(config: Any, conflicts: Iterable[Conflict]) -> None:
             )
 
 
-def objective_conflict(config: Any, objective: str) -> Conflict | None:
-    """Return what rules out an objective."""
-    if objective == TRL_LOSS:
-        return None
-    conflicts = [UNCORRECTED]
-    if config.objective is None:
-        conflicts += TRLS_CORRECTION
-    if get_objective(objective).lifts_upper_bound:
-        conflicts += LIFTED_BOUND
-    return next((conflict for conflict in conflicts if conflict.occurs(config)), None)
+def check_objective(config: Any) -> None:
+    """Raise `ValueError` if settings of TRL's loss do not fit the objective."""
+    if config.objective == TRL_LOSS:
+        return
+    check_conflicts(config, [UNCORRECTED])
+    if get_objective(config.objective).lifts_upper_bound:
+        check_conflicts(config, LIFTED_BOUND)
+
+
+def default_objective(config: Any) -> tuple[str, Conflict | None]:
+    """Return the objective that fits the settings of TRL's loss, and what rules out `acr`."""
+    for conflict in (UNCORRECTED, *TRLS_CORRECTION):
+        if conflict.occurs(config):
+            return TRL_LOSS, conflict
+    for conflict in LIFTED_BOUND:
+        if conflict.occurs(config):
+            return "tis", conflict
+    return "acr", None

@@ -8,6 +8,8 @@ https://github.com/huggingface/trl/issues/6789 and https://github.com/vllm-proje
 import warnings
 from typing import Any
 
+LOWEST_TEMPERATURE = 0.01  # vLLM's
+
 REFUSED = {
     "n": "num_generations is the number of completions per prompt",
     "seed": (
@@ -40,6 +42,11 @@ CUTTING = ("top_k", "top_p", "min_p", REGEX, "structured_outputs")
 
 def check_sampling(config: Any, stacklevel: int) -> None:
     """Refuse sampling settings that cannot work, and warn of those that make the ratio wrong."""
+    if config.temperature < LOWEST_TEMPERATURE:
+        raise ValueError(
+            f"temperature is {config.temperature!r}, but must be at least {LOWEST_TEMPERATURE}, to "
+            "which vLLM raises lower ones (0 makes all completions equal)."
+        )
     overrides = config.generation_kwargs or {}
     for name, reason in REFUSED.items():
         if name in overrides:

@@ -17,13 +17,9 @@ class Limit(NamedTuple):
     requirement: str  # the same in words
 
 
-OF_TRL = {
-    "temperature": Limit(
-        lambda temperature: temperature >= 0.01,
-        "at least 0.01, to which vLLM raises lower ones (0 makes all completions equal)",
-    ),
-}
-"""Limits of TRL's own settings."""
+POSITIVE = Limit(lambda number: number > 0, "positive")
+COUNT = Limit(lambda number: number >= 0, "0 or more")
+SHARE = Limit(lambda share: 0 <= share <= 1, "in [0, 1]")
 
 
 def check_values(config: Any) -> None:
@@ -33,10 +29,7 @@ def check_values(config: Any) -> None:
         hint = hints[field.name]
         if get_origin(hint) is Literal:
             check_choice(config, field.name, get_args(hint))
-        limits = getattr(hint, "__metadata__", ())  # of an `Annotated` type
-        if field.name in OF_TRL:
-            limits = (OF_TRL[field.name],)
-        for limit in limits:
+        for limit in getattr(hint, "__metadata__", ()):  # of an `Annotated` type
             _check_number(field.name, getattr(config, field.name), limit)
 
 

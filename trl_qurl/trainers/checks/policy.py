@@ -22,10 +22,13 @@ class PolicyCheck(RolloutCallback):
         TOGETHER.from_main(lambda: check_unused(directory))
 
     def on_models(self) -> None:
-        """Raise for a quantized or frozen policy, or a tokenizer that is not the model's."""
+        """Raise for a policy that is quantized, frozen or cannot be saved, or a wrong tokenizer."""
         trainer = self.trainer
         check_full_precision(trainer.model)
         check_trainable(trainer.model, "The policy")
+        if trainer.model.generation_config is not None:
+            # Or transformers' error would end the run at its first checkpoint.
+            trainer.model.generation_config.validate(strict=True)
         # A processor has a tokenizer.
         tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
         check_special_tokens(tokenizer, trainer.model.config.get_text_config().vocab_size)

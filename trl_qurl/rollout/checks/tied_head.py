@@ -1,15 +1,11 @@
-"""Policies that an engine cannot hold as they are."""
+"""Policies that an engine cannot hold: it ties an output head and an embedding."""
 
 from torch import nn
 from transformers import PreTrainedModel
 
 
-def check_policy(model: PreTrainedModel) -> None:
-    """Raise `ValueError` for a policy that an engine cannot hold, or transformers would not save.
-
-    An engine ties an output head and an embedding, even if the policy trains them apart. No model
-    is saved with a wrong generation config, which otherwise ends a run at its first checkpoint.
-    """
+def check_tied_head(model: PreTrainedModel) -> None:
+    """Raise `ValueError` for a tied head and embedding that the policy trains apart."""
     tied = model.all_tied_weights_keys
     if vars(model.config).get("tie_word_embeddings") and tied:
         head = model.get_output_embeddings()
@@ -23,8 +19,6 @@ def check_policy(model: PreTrainedModel) -> None:
                 "modules_to_save, or save both with ensure_weight_tying=True, or untie the model "
                 "first."
             )
-    if model.generation_config is not None:
-        model.generation_config.validate(strict=True)
 
 
 def _trained_of(module: nn.Module) -> set[nn.Parameter]:
