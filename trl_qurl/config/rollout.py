@@ -25,8 +25,10 @@ from trl_qurl.config.refusals import (
     SMOOTHING_CONFLICTS,
     TAKEN_ENGINE_ARGUMENTS,
 )
-from trl_qurl.quantization.formats import EXAMPLE, SCHEMES, UNQUANTIZED, check_kv_cache
-from trl_qurl.quantization.plan import check_patterns, read_formats
+from trl_qurl.quantization.checks.kv_cache import check_kv_cache
+from trl_qurl.quantization.checks.plan import check_patterns
+from trl_qurl.quantization.formats import EXAMPLE, SCHEMES, UNQUANTIZED
+from trl_qurl.quantization.plan import read_formats
 
 
 @with_help

@@ -21,10 +21,11 @@ from trl_qurl.quantization.checkpoint_form import (
     parameter_name,
     whole,
 )
+from trl_qurl.quantization.files import new_directory
 from trl_qurl.quantization.merging import gathered
 from trl_qurl.quantization.plan import QuantizationPlan
 from trl_qurl.quantization.rounded_base import check_unrounded
-from trl_qurl.quantization.storage import new_directory, write_tensors
+from trl_qurl.quantization.storage import write_tensors
 
 if TYPE_CHECKING:
     from peft import PeftModel

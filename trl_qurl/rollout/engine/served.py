@@ -21,8 +21,10 @@ import torch
 from trl.generation.vllm_client import VLLMClient
 
 from trl_qurl.quantization.checkpoint_form import NamedTensors
-from trl_qurl.quantization.formats import SCHEMES, UNQUANTIZED, check_kv_cache
-from trl_qurl.quantization.plan import QuantizationPlan, fingerprint
+from trl_qurl.quantization.checks.kv_cache import check_kv_cache
+from trl_qurl.quantization.checks.served import fingerprint
+from trl_qurl.quantization.formats import SCHEMES, UNQUANTIZED
+from trl_qurl.quantization.plan import QuantizationPlan
 from trl_qurl.rollout import wire
 from trl_qurl.rollout.background import in_background
 from trl_qurl.rollout.checks.tensors import differences

@@ -21,7 +21,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 from vllm.utils.torch_utils import set_random_seed
 
 from trl_qurl.quantization.checkpoint_form import NamedTensors
-from trl_qurl.quantization.plan import fingerprint, stored_formats
+from trl_qurl.quantization.checks.served import fingerprint, stored_formats
 from trl_qurl.quantization.storage import read_tensors, tensor_shapes
 from trl_qurl.rollout.checks.tensors import (
     MeteredStream,
