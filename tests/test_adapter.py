@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from trl_qurl.quantization import SCHEMES, make_plan
 from trl_qurl.quantization.checkpoint import CheckpointWriter
+from trl_qurl.quantization.files import CACHE_VARIABLE
 from trl_qurl.quantization.rounded_base import check_unrounded, round_base
-from trl_qurl.quantization.storage import CACHE_VARIABLE, read_tensors
+from trl_qurl.quantization.storage import read_tensors
 from trl_qurl.rollout.adapter import (
     adapter_rank,
     adapter_tensors,

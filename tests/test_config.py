@@ -176,7 +176,7 @@ def test_caches_that_only_gpus_have(cache, monkeypatch):
     message = refusal(**settings)
     assert "kv_cache_dtype of vllm_engine_kwargs" in message and repr(cache) in message
     assert "'fp8'" in message
-    monkeypatch.setattr("trl_qurl.quantization.formats.gpu_capability", lambda: (8, 0))
+    monkeypatch.setattr("trl_qurl.quantization.checks.kv_cache.gpu_capability", lambda: (8, 0))
     config(**settings)
 
 

@@ -13,8 +13,8 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import save_file
 
-from trl_qurl.quantization.storage import new_directory
-from trl_qurl.rollout.directory import CheckpointDirectory, CheckpointFolder
+from trl_qurl.quantization.files import PrivateDirectory, new_directory
+from trl_qurl.rollout.directory import CheckpointFolder
 
 
 def directories(parent):
@@ -25,8 +25,8 @@ def directories(parent):
 
 EXITS_SLOWLY = """
 import sys, weakref
-from trl_qurl.rollout.directory import CheckpointDirectory
-directory = CheckpointDirectory(sys.argv[1], 0)
+from trl_qurl.quantization.files import PrivateDirectory
+directory = PrivateDirectory(sys.argv[1], 0)
 print(directory.path, flush=True)
 def wait():
     print("exiting", flush=True)
@@ -36,31 +36,31 @@ weakref.finalize(wait, wait)  # runs before the directory's, as that of an engin
 
 
 def test_it_is_private_to_its_user(tmp_path):
-    directory = CheckpointDirectory(str(tmp_path), 0)
+    directory = PrivateDirectory(str(tmp_path), 0)
     assert stat.S_IMODE(directory.path.stat().st_mode) == 0o700
     assert stat.S_IMODE(directory.path.parent.stat().st_mode) == 0o700
     assert directory.path.parent.parent == tmp_path
 
 
 def test_it_is_removed_with_its_object_or_before(tmp_path):
-    directory = CheckpointDirectory(str(tmp_path), 0)
+    directory = PrivateDirectory(str(tmp_path), 0)
     (directory.path / "file").write_text("weights")
     directory.remove()
     assert directories(tmp_path) == []
     directory.remove()  # a second call does nothing
-    directory = CheckpointDirectory(str(tmp_path), 0)
+    directory = PrivateDirectory(str(tmp_path), 0)
     del directory
     assert directories(tmp_path) == []
 
 
 def test_its_name_is_the_same_for_the_next_run(tmp_path):
     """vLLM finds a compiled graph by the model's path, among other things."""
-    first = CheckpointDirectory(str(tmp_path), 0)
-    beside = CheckpointDirectory(str(tmp_path), 0)
+    first = PrivateDirectory(str(tmp_path), 0)
+    beside = PrivateDirectory(str(tmp_path), 0)
     assert first.path != beside.path
     path = first.path
     first.remove()
-    assert CheckpointDirectory(str(tmp_path), 0).path == path
+    assert PrivateDirectory(str(tmp_path), 0).path == path
 
 
 def test_lock_is_kept_until_the_directory_is_removed(warm_python, tmp_path):
@@ -73,7 +73,7 @@ def test_lock_is_kept_until_the_directory_is_removed(warm_python, tmp_path):
     ) as process:
         path, exiting = (process.stdout.readline().strip() for _ in range(2))
         assert exiting == "exiting"
-        directory = CheckpointDirectory(str(tmp_path), 0)
+        directory = PrivateDirectory(str(tmp_path), 0)
         assert str(directory.path) != path and os.path.exists(path)
         process.communicate("")
     assert directory.path.exists() and not os.path.exists(path)
@@ -89,52 +89,25 @@ def folder(tmp_path):
     return CheckpointFolder(Accelerator(cpu=True), None, str(tmp_path), 0, is_served=False)
 
 
-@pytest.mark.parametrize("vanished", ["parent", "home", "lock", "directory"])
-def test_a_directory_that_vanishes_is_made_again_and_stays_this_runs(vanished, folder, tmp_path):
+@pytest.mark.parametrize("vanished", ["parent", "home", "directory"])
+def test_a_directory_that_vanishes_is_made_again(vanished, folder, tmp_path):
     """At logout, systemd removes a user's files in /dev/shm
     (RemoveIPC); cleaners remove old ones.
     """
     path = folder.path
-    lock = path.with_name(f"{path.name}.lock")
-    if vanished == "lock":
-        lock.unlink()
-    else:
-        shutil.rmtree({"parent": tmp_path, "home": path.parent, "directory": path}[vanished])
+    shutil.rmtree({"parent": tmp_path, "home": path.parent, "directory": path}[vanished])
     written = folder.write("sync-2", [("weight", torch.ones(2))], save)
     assert written.parent == path and (written / "model.safetensors").exists()
     assert {stat.S_IMODE(each.stat().st_mode) for each in (path, path.parent)} == {0o700}
-    other = CheckpointDirectory(str(tmp_path), 0)
-    assert other.path != path and written.exists()
-    del other
-    assert directories(tmp_path) == [path]
-
-
-def test_another_run_that_took_the_place_keeps_it(folder, tmp_path):
-    shutil.rmtree(folder.path.parent)
-    other = CheckpointDirectory(str(tmp_path), 0)
-    assert other.path == folder.path
-    with pytest.raises(
-        OSError, match=f"{folder.path} was removed .*rollout_checkpoint_dir .* resume"
-    ):
-        folder.write("sync-2", [("weight", torch.ones(2))], save)
-    folder._directory.remove()
-    assert other.path.exists(), "the first run removed the directory of the second"
-
-
-def test_a_lock_stays_young(folder):
-    lock = folder.path.with_name(f"{folder.path.name}.lock")
-    os.utime(lock, (0, 0))
-    folder.write("sync-2", [("weight", torch.ones(2))], save)
-    assert lock.stat().st_mtime > 1e9
 
 
 def test_directory_of_another_user_is_refused(tmp_path):
     if os.geteuid() != 0:
         pytest.skip("giving a directory to another user needs privileges")
-    home = CheckpointDirectory(str(tmp_path), 0).path.parent
+    home = PrivateDirectory(str(tmp_path), 0).path.parent
     os.chown(home, 12345, 12345)
     with pytest.raises(OSError, match="belongs to another user.*rollout_checkpoint_dir"):
-        CheckpointDirectory(str(tmp_path), 0)
+        PrivateDirectory(str(tmp_path), 0)
 
 
 @pytest.mark.parametrize("runs", [80, pytest.param(4000, marks=pytest.mark.slow)])
@@ -147,7 +120,7 @@ def test_no_run_loses_its_directory_to_another(runs, run_scenario, tmp_path):
     assert record["lost"] == []
     assert record["ends"].keys() == {"0", str(-signal.SIGKILL)}, "a run failed"
     assert sum(record["ends"].values()) == runs
-    directory = CheckpointDirectory(str(tmp_path / "rollouts"), 0)
+    directory = PrivateDirectory(str(tmp_path / "rollouts"), 0)
     assert directories(tmp_path / "rollouts") == [directory.path], (
         "directories of killed runs were not removed"
     )

@@ -29,7 +29,7 @@ from transformers import (
 
 from trl_qurl import cli
 from trl_qurl.quantization import SCHEMES, write_checkpoint
-from trl_qurl.quantization.layers import check_recurrent_layers
+from trl_qurl.quantization.checks.recurrent import check_recurrent_layers
 from trl_qurl.rollout import wire
 from trl_qurl.rollout.backend import QuantizedVLLMGeneration
 from trl_qurl.rollout.engine import worker

@@ -22,9 +22,10 @@ from trl_qurl import cli
 from trl_qurl.lab.activations import round_activations
 from trl_qurl.lab.fake_quantization import quantized_forward
 from trl_qurl.quantization import SCHEMES, make_plan, write_checkpoint
-from trl_qurl.quantization.layers import has_large_keys
+from trl_qurl.quantization.checks.kv_cache import has_large_keys
+from trl_qurl.quantization.checks.served import stored_formats
 from trl_qurl.quantization.merging import model_parameters
-from trl_qurl.quantization.plan import read_formats, require_formats, stored_formats
+from trl_qurl.quantization.plan import read_formats, require_formats
 
 MIXED = {"re:.*down_proj": "w4a16", "re:.*layers.0.*(gate|up)_proj": "none", "*": "int8"}
 
@@ -74,11 +75,8 @@ def test_one_format_is_written_as_before_however_it_is_given():
     ):
         assert make_plan(model, formats).quantization_config() == plain.quantization_config()
     assert plain.quantization_config()["config_groups"]["group_0"]["targets"] == ["Linear"]
-    assert (
-        make_plan(model, None).quantization_config()
-        is make_plan(model, "none").quantization_config()
-        is None
-    )
+    for nothing in (None, "none", {}, {"*": "none"}):
+        assert make_plan(model, nothing).quantization_config() is None
 
 
 EIGHT = {"*": "int8"}
@@ -90,8 +88,8 @@ REFUSED = {
     "comes too late": (EIGHT | {"re:.*down_proj": "fp8"}, "'re:.*down_proj'", "earlier patterns"),
     "no regex": ({"re:(": "fp8"}, "rollout_quantization", "'re:('"),
     "no JSON": ('{"*": int8}', "JSON", "{"),
-    "empty": ({}, "rollout_quantization is {}", "int8"),
-    "nested": ({"*": {"a": "int8"}}, "rollout_quantization is {'*': {'a': 'int8'}}", "int8"),
+    "nested": ({"*": {"a": "int8"}}, "rollout_quantization is {'a': 'int8'}", "int8"),
+    "YAML's off": (False, "rollout_quantization is False", "'none'"),
     "fused": ({"re:.*q_proj": "fp8"} | EIGHT, "self_attn.q_proj is in fp8", "--scheme"),
     "fused with 16 bits": (
         {"re:.*up_proj": "none"} | EIGHT,
@@ -100,8 +98,6 @@ REFUSED = {
     ),
     "tied head": ({"lm_head": "int8"}, "'lm_head'", "no layer"),
     "head": ({"re:.*lm_head": "fp8_block"} | EIGHT, "fp8_block", "lm_head", "1 of the 15 layers"),
-    "no format": ({"*": "none"}, "rollout_quantization is {'*': 'none'}", "int8"),
-    "twice": ('{"*": "int8", "*": "fp8"}', "twice"),
     "a number": ({1: "int8"}, "rollout_quantization has the pattern 1"),
 }
 

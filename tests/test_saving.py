@@ -17,8 +17,8 @@ from tiny import stream_of, tiny_model, tiny_tokenizer
 from transformers import AutoTokenizer, GenerationConfig
 
 from trl_qurl.quantization import SCHEMES, write_checkpoint
+from trl_qurl.quantization.checks.output import check_replaceable
 from trl_qurl.quantization.merging import model_parameters
-from trl_qurl.quantization.storage import check_replaceable
 from trl_qurl.rollout.backend import QuantizedVLLMGeneration
 from trl_qurl.rollout.group import APART
 from trl_qurl.rollout.routes import AdapterRoute
@@ -334,7 +334,7 @@ def test_an_adapter_is_merged_where_that_is_asked_for_or_the_base_is_another(cho
     [
         ("w4a16", ".", {}, FileExistsError, "thesis.*would be replaced.*not a quantized"),
         ("w4a16", "new", {"formats": "int4"}, ValueError, "'int4'.*'int8', 'fp8'"),
-        ("w4a16", "new", {"formats": {}}, ValueError, "formats is {}.*'none', one of int8"),
+        ("w4a16", "new", {"formats": {}}, ValueError, "formats is {}.*one of int8"),
         ("w4a16", "new", {"ignore": ["re:.*"]}, ValueError, r"re:\.\*.*narrow the patterns"),
         (None, "new", {}, ValueError, "formats is None.*int8, fp8"),
         ("w4a16", "thesis/new", {}, OSError, "Not a directory.*output_dir of save_quantized"),

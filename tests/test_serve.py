@@ -17,7 +17,7 @@ from tiny_vision import tiny_vision_model
 
 from trl_qurl import cli
 from trl_qurl.quantization.checkpoint import CheckpointWriter
-from trl_qurl.quantization.storage import CACHE_VARIABLE
+from trl_qurl.quantization.files import CACHE_VARIABLE
 from trl_qurl.rollout.engine import guard, http, launch
 from trl_qurl.rollout.repairs import cpu_memory, dead_engine
 from trl_qurl.rollout.wire import WORKER_EXTENSION

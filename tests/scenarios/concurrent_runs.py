@@ -18,7 +18,7 @@ from pathlib import Path
 
 from child import print_record
 
-from trl_qurl.rollout.directory import CheckpointDirectory
+from trl_qurl.quantization.files import PrivateDirectory
 
 AT_ONCE = 40
 ENDS = ("remove", "drop", "exit", "kill")
@@ -31,7 +31,7 @@ def exit_as_python_does() -> None:
 
 def run(parent: str, losses: Path, chance: random.Random) -> None:
     """Be one run. What it lost is appended to a file."""
-    directory = CheckpointDirectory(parent, 0)
+    directory = PrivateDirectory(parent, 0)
     checkpoint = directory.path / "start" / "config.json"
     checkpoint.parent.mkdir()
     owner = str(os.getpid())

@@ -23,8 +23,8 @@ def run(args: argparse.Namespace) -> int:
     """Load the model and write its quantized checkpoint."""
     check_model(args.model)
     from trl_qurl.quantization.checkpoint import load_model, write_checkpoint
+    from trl_qurl.quantization.checks.output import check_replaceable
     from trl_qurl.quantization.plan import format_name, require_formats
-    from trl_qurl.quantization.storage import check_replaceable
 
     # All checks come before the model is loaded.
     formats = require_formats(args.scheme, "--scheme")

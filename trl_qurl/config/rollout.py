@@ -11,8 +11,10 @@ from trl_qurl.config.checks.engine_arguments import read_engine_kwargs
 from trl_qurl.config.checks.sampling import check_sampling
 from trl_qurl.config.checks.values import COUNT, POSITIVE, check_values
 from trl_qurl.config.help import with_help
-from trl_qurl.quantization.formats import EXAMPLE, SCHEMES, UNQUANTIZED, check_kv_cache
-from trl_qurl.quantization.plan import check_patterns, read_formats, schemes_of
+from trl_qurl.quantization.checks.kv_cache import check_kv_cache
+from trl_qurl.quantization.checks.plan import check_patterns
+from trl_qurl.quantization.formats import EXAMPLE, SCHEMES, UNQUANTIZED
+from trl_qurl.quantization.plan import read_formats, schemes_of
 
 
 @with_help

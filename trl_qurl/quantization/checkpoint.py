@@ -9,7 +9,6 @@ import contextlib
 import gc
 import io
 import os
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,14 +18,11 @@ import torch
 from tqdm.auto import tqdm
 
 from trl_qurl.quantization.checkpoint_form import NamedTensors
+from trl_qurl.quantization.checks.output import check_replaceable
+from trl_qurl.quantization.files import new_directory
 from trl_qurl.quantization.merging import model_parameters
 from trl_qurl.quantization.plan import Formats, QuantizationPlan, make_plan, require_formats
-from trl_qurl.quantization.storage import (
-    check_replaceable,
-    new_directory,
-    write_config,
-    write_tensors,
-)
+from trl_qurl.quantization.storage import write_config, write_tensors
 from trl_qurl.quantization.stream import WeightStream
 
 if TYPE_CHECKING:
@@ -164,11 +160,7 @@ def _quiet_llmcompressor() -> Iterator[None]:
     for package in ("llmcompressor", "compressed_tensors"):
         logger.disable(package)
     try:
-        with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
-            # The copy is in host memory on purpose.
-            warnings.filterwarnings(
-                "ignore", message="Attempting to save a model with offloaded modules"
-            )
+        with contextlib.redirect_stderr(io.StringIO()):
             yield
     finally:
         for package in ("llmcompressor", "compressed_tensors"):

@@ -72,20 +72,6 @@ def get_scheme(name: str) -> QuantizationScheme:
     return SCHEMES[name]
 
 
-def check_kv_cache(dtype: str, setting: str) -> None:
-    """Raise `ValueError` for a key-value cache that `CACHES` or this device lacks.
-
-    `setting` is where it was set.
-    """
-    has_gpu = gpu_capability() is not None
-    here = [cache for cache in CACHES if has_gpu or cache not in TOKEN_CACHES]
-    if dtype not in here:
-        raise ValueError(
-            f"{setting} is {dtype!r}, a format of the key-value cache that syncs do not support "
-            f"here: use one of {', '.join(map(repr, here))}."
-        )
-
-
 def gpu_capability() -> tuple[int, int] | None:
     """Return the compute capability of the current GPU, major and minor; `None` without CUDA."""
     if not torch.cuda.is_available():

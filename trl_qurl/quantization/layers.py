@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -15,12 +15,6 @@ from trl_qurl.quantization.checkpoint_form import (
 )
 from trl_qurl.quantization.scheme import LINEAR
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-RELOADABLE = ("qwen3_5_text",)
-"""Recurrent models (`model_type`) for which an engine after training matched a fresh one."""
-
 ROUTER = r"(^|\.)(gate|router|shared_expert_gate)(\.|$)"
 """Layers beside experts that select or weigh them. vLLM cannot quantize these."""
 
@@ -31,12 +25,9 @@ FUSED = (
 )
 """Groups of layers that vLLM fuses if one module has all of them."""
 
-
-LARGE_KEYS = (
-    "kv_cache_dtype={!r} has scales of 1, but this model's keys have biases and no norm, as "
-    "Qwen2.5's, and may be too large for it: leave kv_cache_dtype out, or try "
-    "'fp8_per_token_head' or 'int8_per_token_head' (on a GPU) and compare mismatch/kl_k3."
-)
+REST = "*"
+"""Pattern for all layers that are left. Other patterns are llm-compressor's: a name, `re:` and a
+regular expression that matches the start of a name, or a class name."""
 
 
 class Layer(NamedTuple):
@@ -50,14 +41,7 @@ class Layer(NamedTuple):
         """Return whether one of llm-compressor's patterns matches the layer."""
         from compressed_tensors.utils import is_match
 
-        return any(is_match(name, self.module, patterns) for name in self.names)
-
-
-def has_large_keys(model: nn.Module) -> bool:
-    """Return whether a model's keys may be hundreds wide: they have biases, and no norm."""
-    names = [name for name, _ in model.named_parameters()]
-    has_norm = any("k_norm." in name for name in names)
-    return not has_norm and any("k_proj." in name and name.endswith("bias") for name in names)
+        return REST in patterns or any(is_match(name, self.module, patterns) for name in self.names)
 
 
 def ignored_modules(model: nn.Module, ignore: Iterable[str]) -> list[str]:
@@ -66,15 +50,16 @@ def ignored_modules(model: nn.Module, ignore: Iterable[str]) -> list[str]:
     These are all modules outside the language model (vision tower, projector), and the routers of
     experts.
     """
+    from transformers import PreTrainedModel
+
     base = plain_model(model)
-    patterns = list(ignore)
-    for path in [*_paths_beside_language_model(base), *_router_paths(base)]:
-        # Only the last part of a name is the same in transformers, in the checkpoint and in vLLM.
-        last = path.rpartition(".")[2]
-        pattern = rf"re:.*\b{re.escape(last)}(\.|$)"
-        if pattern not in patterns:
-            patterns.append(pattern)
-    return patterns
+    names: list[str] = []
+    if isinstance(base, PreTrainedModel) and base.get_decoder() is not base:
+        names += _beside(base, base.get_decoder(), base.get_output_embeddings())
+    names += _routers(base)
+    # Only the last part of a name is the same in transformers, in the checkpoint and in vLLM.
+    patterns = [rf"re:.*\b{re.escape(name)}(\.|$)" for name in names]
+    return list(dict.fromkeys([*ignore, *patterns]))
 
 
 def linear_layers(model: nn.Module, layers: Collection[str]) -> Iterator[tuple[str, nn.Linear]]:
@@ -86,21 +71,6 @@ def linear_layers(model: nn.Module, layers: Collection[str]) -> Iterator[tuple[s
         name = form.name(parameter_name(path))
         if name in layers:
             yield name, module
-
-
-def check_recurrent_layers(model: "PreTrainedModel") -> None:
-    """Raise `ValueError` for recurrent layers.
-
-    After vLLM's reload, Mamba 2 computes with other weights.
-    """
-    config = model.config.get_text_config()
-    is_recurrent = model._is_stateful or "conv" in (getattr(config, "layer_types", None) or ())
-    if is_recurrent and config.model_type not in RELOADABLE:
-        raise ValueError(
-            f"{type(model).__name__} has recurrent layers (Mamba, linear attention, convolutions), "
-            "and no sync is known to update them correctly: use a model without such layers (or "
-            "Qwen 3.5), or TRL's own trainer with use_vllm=False."
-        )
 
 
 def _is_linear(path: str, module: nn.Module) -> bool:
@@ -160,40 +130,24 @@ def _fused_name(name: str) -> str:
     return name
 
 
-def _paths_beside_language_model(model: nn.Module) -> list[str]:
-    """Return the topmost modules of a vision-language model outside its language model."""
-    from transformers import PreTrainedModel
-
-    if not isinstance(model, PreTrainedModel):
-        return []
-    decoder = model.get_decoder()
-    head = model.get_output_embeddings()
-    modules = dict(model.named_modules())
-    root = next((path for path, module in modules.items() if module is decoder), "")
-    parents = [path for path in modules if path != root and _contains(path, root)]
-    beside = []
-    for parent in parents:
-        for name, child in modules[parent].named_children():
-            path = f"{parent}.{name}".removeprefix(".")
-            if child not in (head, decoder) and path not in parents:
-                beside.append(path)
-    return beside
+def _beside(model: nn.Module, decoder: nn.Module, head: nn.Module | None) -> Iterator[str]:
+    """Yield the last names of the topmost modules that a model has beside its language model."""
+    for name, child in model.named_children():
+        if child is decoder or child is head:
+            continue
+        if any(module is decoder for module in child.modules()):
+            yield from _beside(child, decoder, head)
+        else:
+            yield name
 
 
-def _contains(path: str, inner: str) -> bool:
-    """Return whether a module, of which the model's path is empty, contains another one."""
-    return path == "" or inner.startswith(f"{path}.")
-
-
-def _router_paths(model: nn.Module) -> list[str]:
-    """Return the layers that route tokens to experts.
+def _routers(model: nn.Module) -> Iterator[str]:
+    """Yield the last names of the layers that route tokens to experts.
 
     They are linear in vLLM, but mostly special classes in transformers.
     """
-    routers = []
     for block in sorted({path.rpartition(".")[0] for path, _ in expert_modules(model)}):
         for name, module in model.get_submodule(block).named_modules():
             weight = getattr(module, "weight", None)
             if isinstance(weight, nn.Parameter) and re.search(ROUTER, name):
-                routers.append(f"{block}.{name}")
-    return routers
+                yield name.rpartition(".")[2]

@@ -1,13 +1,14 @@
 """Quantization schemes: how a format stores weights, and where it runs."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from trl_qurl.quantization import packing
+from trl_qurl.quantization.checks.shapes import storage_obstacle
 
 HEAD = "lm_head"  # last part of an output head's name
 
@@ -111,9 +112,9 @@ class QuantizationScheme:
             The tensors for a checkpoint, by name, bit for bit as llm-compressor writes them.
 
         Raises:
-            ValueError: If the scheme cannot store this weight; see `refusal`.
+            ValueError: If the scheme cannot store this weight; see `checks/shapes.py`.
         """
-        reason = self.refusal(weight.shape, weight.dtype)
+        reason = storage_obstacle(self.library_scheme.weights, weight.shape, weight.dtype)
         if reason is not None:
             raise ValueError(
                 f"{self.name} cannot quantize this layer: {reason}. Add it to quantization_ignore."
@@ -140,34 +141,9 @@ class QuantizationScheme:
             tensors = {**tensors, "weight_scale": scale.to(dtype).to(scale.dtype)}
         return packing.dequantize(tensors, self.library_scheme.weights)
 
-    def refusal(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> str | None:
-        """Return why the scheme cannot store a weight.
 
-        llm-compressor would pad blocks, but vLLM's kernels reject that.
-
-        Args:
-            shape: Shape of the weight.
-            dtype: Its dtype.
-
-        Returns:
-            A clause for an error message; `None` if the scheme can.
-        """
-        if len(shape) != 2:
-            return f"its weight has the shape {tuple(shape)}, not (out, in)"
-        if not dtype.is_floating_point:
-            return f"its weight is of dtype {dtype}, not a floating-point dtype"
-        outputs, inputs = shape
-        args = self.library_scheme.weights
-        if args.block_structure:
-            height, width = args.block_structure
-            if outputs % height or inputs % width:
-                return (
-                    f"its weight of {outputs} x {inputs} is not made of whole blocks of {height} "
-                    f"x {width}"
-                )
-        if args.group_size and inputs % args.group_size:
-            return f"it has {inputs} inputs, not a multiple of the group size {args.group_size}"
-        return None
+Rule = tuple[str, QuantizationScheme | None]
+"""A pattern, and the format of the layers that it matches first; `None` is 16 bits."""
 
 
 def served_as(group: Mapping[str, Any], checkpoint_format: str | None = None) -> str:

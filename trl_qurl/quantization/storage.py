@@ -1,147 +1,23 @@
-"""Checkpoint directories that are either complete or absent, so readers never see a partial one.
+"""Files of a checkpoint: tensors from a stream, written in shards, and `config.json`.
 
-Tensors come from a stream and are written in shards; memory holds one shard at a time. A cache
-keeps some directories.
+Memory holds one shard at a time.
 """
 
-import fcntl
-import glob
 import json
 import os
-import shutil
-import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from filelock import FileLock
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 
-from trl_qurl.paths import home_advice
 from trl_qurl.quantization.checkpoint_form import NamedTensors
-from trl_qurl.signals import exits_on_signals
+from trl_qurl.quantization.files import write_atomically
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-CACHE_VARIABLE = "TRL_QURL_CACHE"
-
-
-@contextmanager
-def new_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Create a directory atomically.
-
-    The block fills a temporary one, which replaces `path` if the block succeeds. If it fails, or
-    SIGTERM ends the process, nothing is left behind, and an existing `path` stays as it was. The
-    next call removes what a killed process left. Raises `OSError` if the system refuses to write,
-    also where safetensors noticed.
-    """
-    final = Path(path)
-    unique = uuid.uuid4().hex[:8]
-    tmp = final.parent / f".{final.name}-{_boot()}-{unique}"
-    new = tmp.with_name(f"{tmp.name}-new")
-    replaced = tmp.with_name(f"{tmp.name}-replaced")
-    lock: int | None = None
-    with exits_on_signals():
-        try:
-            remove_abandoned(final.parent, final.name)
-            new.mkdir(parents=True)
-            with suppress(OSError):  # a file system without locks: then nobody removes it either
-                lock = _lock(new)
-            os.replace(new, tmp)
-            yield tmp
-            if final.exists():
-                os.replace(final, replaced)
-            os.replace(tmp, final)
-        except (OSError, SafetensorError) as error:
-            raise OSError(
-                f"The checkpoint directory {final} cannot be written ({error}). If it lacks space "
-                "or permissions, free space there, or choose another directory "
-                "(rollout_checkpoint_dir in the config, output_dir of save_quantized, OUT on the "
-                f"command line, {CACHE_VARIABLE} in the environment for the cache of `trl-qurl "
-                "serve`)."
-            ) from error
-        finally:
-            shutil.rmtree(new, ignore_errors=True)
-            _discard(tmp, final)
-            if lock is not None:
-                os.close(lock)
-
-
-def remove_abandoned(parent: Path, name: str | None = None) -> None:
-    """Remove what killed processes left of new directories in `parent`; of all, or of this name.
-
-    A process holds a lock on its directory. What is from before a restart of this machine stays,
-    and what is of other machines, because some network file systems do not enforce a lock between
-    machines.
-    """
-    names = "*" if name is None else glob.escape(name)
-    for path in parent.glob(f".{names}-{_boot()}-{'[0-9a-f]' * 8}*"):
-        tmp = path.with_name(path.name.removesuffix("-replaced"))
-        with suppress(OSError):  # of a process that runs, or removed in the meantime
-            lock = _lock(tmp if tmp.exists() else path)
-            final = tmp.name.removeprefix(".").rsplit("-", 2)[0]
-            _discard(tmp, parent / final)
-            os.close(lock)
-
-
-def _discard(tmp: Path, final: Path) -> None:
-    """Remove a temporary directory, and the one that it replaced.
-
-    Restore that one if nothing has taken its place.
-    """
-    replaced = tmp.with_name(f"{tmp.name}-replaced")
-    if replaced.exists() and not final.exists():
-        os.replace(replaced, final)
-    shutil.rmtree(tmp, ignore_errors=True)
-    shutil.rmtree(replaced, ignore_errors=True)
-
-
-def _boot() -> str:
-    """Return an identifier of this machine since its last start, the same in all containers."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
-
-
-def _lock(directory: Path) -> int:
-    """Lock a directory until its descriptor, which is returned, is closed.
-
-    Raises `OSError` if another process holds the lock.
-    """
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
-def check_replaceable(path: str | os.PathLike[str]) -> None:
-    """Raise `FileExistsError` if `path` holds something other than a quantized checkpoint.
-
-    Raises `ValueError` for a `~`, which would become the name of a directory.
-    """
-    path = Path(path)
-    if path.parts[:1] == ("~",):
-        raise ValueError(f"The checkpoint cannot be written to {path}.{home_advice(path)}")
-    if not path.exists():
-        return
-    contents = "is a file"
-    if path.is_dir():
-        names = sorted(os.listdir(path))
-        if not names:
-            return
-        config = path / "config.json"
-        if config.is_file() and '"quantization_config"' in config.read_text(encoding="utf-8"):
-            return
-        contents = f"holds {', '.join(names[:3])}, ..."
-    raise FileExistsError(
-        f"{path} {contents} and would be replaced, but it is not a quantized checkpoint: choose a "
-        "directory that does not exist yet, an empty one, or an earlier quantized checkpoint."
-    )
 
 
 def write_tensors(
@@ -246,39 +122,3 @@ def set_dtype(directory: Path, dtype: torch.dtype | None) -> None:
             config["dtype"] = str(dtype).removeprefix("torch.")
     text = json.dumps(contents, indent=2) + "\n"
     write_atomically(path, lambda tmp: tmp.write_text(text, encoding="utf-8"))
-
-
-def cache_directory() -> Path:
-    """Return the cache: `$TRL_QURL_CACHE`, or `trl-qurl` in the user's cache directory."""
-    override = os.environ.get(CACHE_VARIABLE)
-    if override:
-        return Path(override)
-    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "trl-qurl"
-
-
-def cached(path: Path, make: Callable[[Path], None]) -> Path:
-    """Create a directory with `make` if it is missing; one process makes it while the others wait.
-
-    `make` must be atomic, and the name must encode everything that the contents depend on.
-    """
-    lock = FileLock(f"{path}.lock")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
-    except OSError as error:
-        advice = f"free space there, or set {CACHE_VARIABLE} to a writable directory"
-        raise OSError(f"The cache {path.parent} cannot be written ({error}): {advice}.") from error
-    try:
-        remove_abandoned(path.parent)
-        if not path.exists():
-            make(path)
-    finally:
-        lock.release()
-    return path
-
-
-def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` make a temporary file, which then replaces `path`."""
-    tmp = path.with_suffix(".tmp")
-    write(tmp)
-    tmp.replace(path)

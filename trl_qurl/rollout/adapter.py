@@ -16,8 +16,9 @@ from trl_qurl.quantization.checkpoint_form import (
     NamedTensors,
     whole,
 )
+from trl_qurl.quantization.files import new_directory
 from trl_qurl.quantization.merging import gathered
-from trl_qurl.quantization.storage import new_directory, write_tensors
+from trl_qurl.quantization.storage import write_tensors
 
 if TYPE_CHECKING:
     from peft import PeftModel

@@ -18,8 +18,9 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_qurl.quantization.checkpoint import CheckpointWriter
 from trl_qurl.quantization.checkpoint_form import plain_model
+from trl_qurl.quantization.checks.kv_cache import LARGE_KEYS, has_large_keys
+from trl_qurl.quantization.checks.recurrent import check_recurrent_layers
 from trl_qurl.quantization.formats import FP8_CACHES
-from trl_qurl.quantization.layers import LARGE_KEYS, check_recurrent_layers, has_large_keys
 from trl_qurl.quantization.merging import Tensors, model_parameters
 from trl_qurl.quantization.plan import format_name
 from trl_qurl.rollout.adapter import adapter_rank

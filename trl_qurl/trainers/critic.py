@@ -25,7 +25,7 @@ from trl.trainer.utils import create_model_from_path, disable_dropout_in_model, 
 
 from trl_qurl.config import QuRLPPOConfig
 from trl_qurl.quantization.checkpoint_form import whole
-from trl_qurl.quantization.storage import new_directory
+from trl_qurl.quantization.files import new_directory
 from trl_qurl.trainers.checks.critic import check_value_model
 from trl_qurl.trainers.checks.resuming import check_loaded
 from trl_qurl.trainers.resuming import is_sharded, load_policy

@@ -10,6 +10,8 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from trl_qurl.quantization.files import lock
+
 RUN_LOG = "run.jsonl"
 TEXTS = frozenset(
     (
@@ -109,21 +111,18 @@ def check_unused(directory: Path) -> None:
 def _lock(directory: Path) -> int:
     """Lock an output directory and return it, open.
 
-    The system releases the lock when the process ends, however it ends. A lock of the directory
-    itself leaves no file behind, but other machines that mount it do not see the lock.
+    A lock of the directory itself leaves no file behind, but other machines that mount it do not
+    see the lock.
     """
-    opened = os.open(directory, os.O_RDONLY)
     try:
-        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return lock(directory, fcntl.LOCK_EX)
     except BlockingIOError:
-        os.close(opened)
         raise RuntimeError(
             f"Another run is training with the output directory {directory}, and both would write "
             f"to its {RUN_LOG} and its checkpoints: set another output_dir, or stop that run first."
         ) from None
     except OSError:
-        pass  # a file system without locks
-    return opened
+        return os.open(directory, os.O_RDONLY)  # a file system without locks
 
 
 def _numbers(values: Mapping[str, object]) -> dict[str, object]:

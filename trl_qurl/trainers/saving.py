@@ -23,8 +23,10 @@ from trl.trainer.utils import RepeatSampler, get_config_model_id
 
 from trl_qurl.quantization.checkpoint import CheckpointWriter
 from trl_qurl.quantization.checkpoint_form import NamedTensors, plain_model
+from trl_qurl.quantization.checks.output import check_replaceable
+from trl_qurl.quantization.files import write_atomically
 from trl_qurl.quantization.plan import Formats, format_name, make_plan, require_formats
-from trl_qurl.quantization.storage import check_replaceable, set_dtype, write_atomically
+from trl_qurl.quantization.storage import set_dtype
 from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.adapter import adapter_rank, adapter_tensors, engine_rank, write_adapter
 from trl_qurl.rollout.backend import QuantizedVLLMGeneration

@@ -134,10 +134,10 @@ def generate(job: Job, directory: str, pipe: Connection) -> None:
     """Generate rollouts in an engine with random weights, without a trainer."""
     from vllm import LLM, SamplingParams
 
+    from trl_qurl.quantization.files import PrivateDirectory
     from trl_qurl.quantization.plan import make_plan
     from trl_qurl.quantization.storage import write_config
     from trl_qurl.quantization.stream import WeightStream
-    from trl_qurl.rollout.directory import CheckpointDirectory
     from trl_qurl.rollout.engine.colocated import build_engine, prepare_process
 
     load = job.load
@@ -145,7 +145,7 @@ def generate(job: Job, directory: str, pipe: Connection) -> None:
     weights = WeightStream(model, make_plan(model, job.formats, job.ignore))
     arguments = job.engine["vllm_engine_kwargs"]
     prepare_process(model, weights, arguments)
-    start = CheckpointDirectory(None, 0)  # its name lets vLLM find its compilation cache again
+    start = PrivateDirectory(None, 0)  # its name lets vLLM find its compilation cache again
     write_config(model, start.path, weights.plan.quantization_config())
     llm = build_engine(
         LLM,

@@ -52,7 +52,7 @@ def run_demo(
 def prepare_policy() -> Path:
     """Return the directory of the warm-started policy, training it if it is not cached."""
     from trl_qurl.lab.demo.warm_start import WarmStartSettings, cached_warm_start
-    from trl_qurl.quantization.storage import cache_directory
+    from trl_qurl.quantization.files import cache_directory
 
     policy_dir = cached_warm_start(WarmStartSettings(), cache_directory())
     print(f"Warm-started policy: {policy_dir}")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trl_qurl.lab.demo import evaluate, task
-from trl_qurl.quantization.storage import cached, new_directory
+from trl_qurl.quantization.files import cached, new_directory
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -19,12 +19,12 @@ from trl_qurl.lab.mismatch.prompts import load_prompts
 from trl_qurl.lab.mismatch.statistics import Mismatch, Scored, measure
 from trl_qurl.lab.processes import call_in_child
 from trl_qurl.quantization.checkpoint import CheckpointWriter, load_model
+from trl_qurl.quantization.files import PrivateDirectory
 from trl_qurl.quantization.merging import model_parameters
 from trl_qurl.quantization.plan import Formats, format_name, make_plan, schemes_of
 from trl_qurl.quantization.smoothing import can_smooth
 from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.checks.hardware import check_cpu_build
-from trl_qurl.rollout.directory import CheckpointDirectory
 from trl_qurl.rollout.engine.launch import require_vllm, resolve_model
 from trl_qurl.rollout.wire import COMPILING
 
@@ -111,7 +111,7 @@ class Engines:
             yield self._directory
             return
         weights = self.weights(formats)
-        checkpoint = CheckpointDirectory(None, weights.nbytes())
+        checkpoint = PrivateDirectory(None, weights.nbytes())
         writer = CheckpointWriter(self.policy, self._tokenizer, weights.plan)
         # As for a server, the codes do not depend on the dtype that holds the weights.
         tensors = weights.tensors(model_parameters(self.policy), is_exact=True)

@@ -27,9 +27,9 @@ from trl_qurl.lab.comparison import BASELINE
 from trl_qurl.lab.fake_quantization import QuantizedLinear
 from trl_qurl.lab.mismatch.report import Choice, Report, Step
 from trl_qurl.lab.mismatch.statistics import Mismatch
+from trl_qurl.quantization.checks.shapes import storage_obstacle
 from trl_qurl.quantization.formats import SCHEMES
-from trl_qurl.quantization.layers import fused_groups, linear_layers
-from trl_qurl.quantization.plan import REST
+from trl_qurl.quantization.layers import REST, fused_groups, linear_layers
 from trl_qurl.quantization.scheme import QuantizationScheme
 from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.checks.hardware import available_formats
@@ -131,13 +131,19 @@ def find_steps(
     formats: dict[str, list[QuantizationScheme]] = {}
     for group in groups:
         shapes = [halves[layer].shape for layer in group]
-        fitting = [scheme for scheme in finer if not any(map(scheme.refusal, shapes))]
+        fitting = [scheme for scheme in finer if can_store(scheme, shapes)]
         formats |= dict.fromkeys(group, [schemes[group[0]], *fitting])
     kls = estimate_kl(model, weights, sequences, formats)
     steps: list[Step] = []
     for group in groups:
         steps += steps_of_group(group, formats[group[0]], halves, kls)
     return sorted(steps, key=worth, reverse=True)
+
+
+def can_store(scheme: QuantizationScheme, shapes: Iterable[Sequence[int]]) -> bool:
+    """Return whether a format can store weights of these shapes."""
+    args = scheme.library_scheme.weights
+    return all(storage_obstacle(args, shape) is None for shape in shapes)
 
 
 def steps_of_group(

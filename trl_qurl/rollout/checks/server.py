@@ -2,8 +2,9 @@
 
 from typing import TYPE_CHECKING
 
-from trl_qurl.quantization.formats import SCHEMES, check_kv_cache
-from trl_qurl.quantization.plan import fingerprint
+from trl_qurl.quantization.checks.kv_cache import check_kv_cache
+from trl_qurl.quantization.checks.served import fingerprint
+from trl_qurl.quantization.formats import SCHEMES
 from trl_qurl.rollout.errors import ServerError
 
 if TYPE_CHECKING:

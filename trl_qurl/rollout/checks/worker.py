@@ -10,7 +10,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
     CompressedTensorsConfig,
 )
 
-from trl_qurl.quantization.plan import fingerprint, stored_formats
+from trl_qurl.quantization.checks.served import fingerprint, stored_formats
 from trl_qurl.quantization.storage import read_tensors, tensor_shapes
 from trl_qurl.rollout.checks.tensors import base_digests, compare_digests, tensor_digest
 from trl_qurl.rollout.errors import SyncError

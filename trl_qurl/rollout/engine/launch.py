@@ -18,11 +18,11 @@ from typing import Any, NoReturn
 import torch
 
 from trl_qurl.quantization.checkpoint import CheckpointWriter, load_model
-from trl_qurl.quantization.formats import check_kv_cache
-from trl_qurl.quantization.layers import check_recurrent_layers
+from trl_qurl.quantization.checks.kv_cache import check_kv_cache
+from trl_qurl.quantization.checks.recurrent import check_recurrent_layers
+from trl_qurl.quantization.files import cache_directory, cached
 from trl_qurl.quantization.merging import model_parameters
 from trl_qurl.quantization.plan import Formats, format_name, make_plan
-from trl_qurl.quantization.storage import cache_directory, cached
 from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.checks.hardware import check_cpu_build
 from trl_qurl.rollout.engine.guard import KEY_GUARD

@@ -1,0 +1,1 @@
+"""Refusals before slow work: each function raises, or tells why it would."""
