@@ -22,7 +22,7 @@ from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 
-from trl_qurl.rollout.results import Generated, named
+from trl_qurl.rollout.results import Generated
 from trl_qurl.trainers.listed_tokens import Listing
 
 logger = get_logger(__name__)  # logs in the main process only
@@ -243,7 +243,7 @@ def sample_batch(rows: list[dict[str, Any]], trainer: Any) -> FilledBatch:
     Columns that reward functions add to the table of completions are kept with it.
     """
     prompts = [row["prompt"] for row in rows]
-    generated = named(Generated, trainer._generate(prompts))
+    generated = Generated(*trainer._generate(prompts))
     completion_ids = generated.completion_ids
     listings = trainer._listings() if trainer._listed_count else [None] * len(rows)
     rewards = trainer._calculate_rewards(rows, prompts, generated.completions, completion_ids)
