@@ -8,7 +8,6 @@ import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -78,25 +77,20 @@ def load_adapter(client):
     return client.load_adapter(Path("adapter"), WeightUpdate("v1"))
 
 
-def image_features(client):
-    return client.image_features([[SimpleNamespace(save=lambda *arguments, **options: None)]])
-
-
 ALL = (
     version,
     generate,
     ServedEngine.clear_caches,
     ServedEngine.get_world_size,
     load_adapter,
-    image_features,
 )
 READING = (version, generate, ServedEngine.clear_caches, ServedEngine.get_world_size)  # JSON
 FAULTS = {
     "cut short": (JSON + b'Content-Length: 100\r\n\r\n{"results": ["a', ALL, "did not answer"),
     "cut short, of unknown length": (JSON + b'\r\n{"results": ["a', READING, "did not answer"),
-    "page of a proxy": (HTML, [*READING, image_features], "did not answer"),
-    "401": (b"HTTP/1.1 401 No\r\nContent-Length: 0\r\n\r\n", ALL[:-1], "VLLM_API_KEY"),
-    "500": (DEAD, ALL[:-1], "HTTP 500: check the .*EngineDeadError"),
+    "page of a proxy": (HTML, READING, "did not answer"),
+    "401": (b"HTTP/1.1 401 No\r\nContent-Length: 0\r\n\r\n", ALL, "VLLM_API_KEY"),
+    "500": (DEAD, ALL, "HTTP 500: check the .*EngineDeadError"),
     "502": (b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 0\r\n\r\n", ALL, "502"),
     "503, later": (b"HTTP/1.1 503 Busy\r\nRetry-After: 1\r\nContent-Length: 0\r\n\r\n", ALL, "503"),
     "no answer": (b"", ALL, "did not answer"),
@@ -139,13 +133,12 @@ def test_a_server_that_hangs_when_a_run_starts():
         pass
 
 
-@pytest.mark.parametrize("call", [version, image_features])
-def test_a_redirect_is_not_followed(call):
+def test_a_redirect_is_not_followed():
     with faulty(HTML) as (other, asked_elsewhere):
         redirect = f"HTTP/1.1 302 Found\r\nLocation: {other.base_url}/there\r\nContent-Length: 0\r\n\r\n".encode()
         with faulty(redirect) as (client, asked):
             with pytest.raises(ServerError, match="redirect"):
-                call(client)
+                version(client)
             assert len(asked) == 1 and not asked_elsewhere
 
 
@@ -154,11 +147,9 @@ def test_no_request_goes_to_a_proxy(monkeypatch):
         for name in ("http_proxy", "all_proxy", "HTTPS_PROXY"):
             monkeypatch.setenv(name, proxy.base_url)
         with faulty(HTML) as (client, asked):
-            for call in (version, image_features):
-                client._failure = None
-                with pytest.raises(ServerError):
-                    call(client)
-            assert len(asked) == 2 and not seen_by_proxy
+            with pytest.raises(ServerError):
+                version(client)
+            assert len(asked) == 1 and not seen_by_proxy
 
 
 @pytest.mark.parametrize(

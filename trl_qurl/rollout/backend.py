@@ -38,7 +38,7 @@ from trl_qurl.rollout.preparation import (
 )
 from trl_qurl.rollout.repairs.finalizer import release_when_deleted
 from trl_qurl.rollout.repairs.image_prompts import as_plain, check_seen
-from trl_qurl.rollout.results import Completions, named
+from trl_qurl.rollout.results import Completions
 from trl_qurl.rollout.routes import AdapterRoute, Route, StreamRoute, choose, stream_metadata
 from trl_qurl.rollout.substitution import substitute
 from trl_qurl.rollout.sync import WeightSync
@@ -292,7 +292,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
                 # The other processes wait for the completions, inside the parent's method.
                 broadcast_object_list([Completions([], [], [], [])], from_process=0)
             raise
-        result = named(Completions, values)
+        result = Completions(*values)
         if expands:
             check_seen(prompts, result.prompt_ids)
         if self.rollout.listed and result.logprob_token_ids is not None:

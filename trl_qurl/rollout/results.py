@@ -1,11 +1,8 @@
-"""What functions of TRL return, by name: an element more or less is an error that says so."""
+"""What functions of TRL return, by name: an element more or less is a `TypeError`."""
 
 from __future__ import annotations
 
-import importlib.metadata
-from typing import Any, NamedTuple, TypeVar
-
-Result = TypeVar("Result", bound=NamedTuple)
+from typing import Any, NamedTuple
 
 
 class Completions(NamedTuple):
@@ -28,18 +25,3 @@ class Generated(NamedTuple):
     extra_fields: dict[str, Any]
     images: list[Any] | None
     tool_images: list[Any]
-
-
-def named(kind: type[Result], values: tuple) -> Result:
-    """Return a result of TRL's by the names of its elements.
-
-    Raises `RuntimeError` if their number is another.
-    """
-    names = kind._fields
-    if len(values) != len(names):
-        version = importlib.metadata.version("trl")
-        raise RuntimeError(
-            f"TRL {version} returned {len(values)} values, not {', '.join(names)}: trl-qurl does "
-            "not know this TRL. `trl-qurl doctor` lists what differs."
-        )
-    return kind(*values)

@@ -19,7 +19,7 @@ from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 
 from trl_qurl.rollout.backend import Listing
-from trl_qurl.rollout.results import Generated, named
+from trl_qurl.rollout.results import Generated
 
 logger = get_logger(__name__)  # logs in the main process only
 
@@ -214,7 +214,7 @@ class DynamicSampler:
 def sample_batch(rows: list[dict[str, Any]], trainer: Any) -> FilledBatch:
     """Return a completion for each row from `trainer`, with its rewards."""
     prompts = [row["prompt"] for row in rows]
-    generated = named(Generated, trainer._generate(prompts))
+    generated = Generated(*trainer._generate(prompts))
     completion_ids = generated.completion_ids
     listings: list[Any] = [None] * len(rows)
     if trainer._listed_count:

@@ -20,7 +20,7 @@ from trl.trainer import grpo_trainer
 from trl_qurl.advantages import weighted_sum
 from trl_qurl.config import QuRLGRPOConfig
 from trl_qurl.rollout.mismatch import valid_logps
-from trl_qurl.rollout.results import Generated, named
+from trl_qurl.rollout.results import Generated
 from trl_qurl.rollout.substitution import substitute
 from trl_qurl.trainers.dynamic_sampling import DynamicSampler, PromptStream
 from trl_qurl.trainers.model_card import QURL
@@ -107,7 +107,7 @@ class QuRLGRPOTrainer(GroupRolloutsMixin, GRPOTrainer):
         filled = self._rollout.filled
         if filled is not None:
             return filled.generated()
-        generated = named(Generated, super()._generate(prompts))
+        generated = Generated(*super()._generate(prompts))
         logps = generated.logprobs
         if logps is None:
             if self.args.vllm_importance_sampling_correction:

@@ -37,7 +37,6 @@ logger = logging.getLogger(__name__)
 BROADCAST_GRACE = 10.0  # seconds for a broadcast to end after its request and its group
 HEALTH_SECONDS = 5.0  # for a server to say that it is up
 PORT_GRACE = 30.0  # seconds for the port of a stream that was lost to become free
-RENDER_PATH = "/v1/chat/completions/render"  # where TRL sends images
 TEXT_ANSWERS = ("/reset_encoder_cache", "/v1/load_lora_adapter")  # paths without JSON
 ADVICE = "check the server's log, restart it, and resume from the last checkpoint."
 
@@ -127,7 +126,7 @@ class ServedEngine(VLLMClient, wire.Engine):
                 if self._failure is not None:
                     raise self._failure
             opening.result()
-        except Exception as error:  # also a plain one, of the parent
+        except (OSError, RuntimeError) as error:
             raise ServerLostError(
                 f"NCCL did not open between this process and the server at {self.base_url} (it "
                 f"needs different GPUs, and port {self.group_port} of {address}: vllm_group_port; "
@@ -251,16 +250,6 @@ class ServedEngine(VLLMClient, wire.Engine):
     def _post(self, url: str, **kwargs: Any) -> dict[str, Any]:
         return self._request("POST", url, **kwargs)
 
-    def image_features(self, *args: Any, **kwargs: Any) -> list[dict | None]:
-        """Return the features of images as the parent does, which sends requests of its own."""
-        if self._failure is not None:
-            raise self._failure
-        try:
-            return super().image_features(*args, **kwargs)
-        except Exception as error:  # also a plain one
-            self._failure = self._no_answer(RENDER_PATH, error)
-        raise self._failure
-
     def _answer(self, verb: str, path: str, **kwargs: Any) -> dict[str, Any]:
         """Return the answer to a request; `ServerError` unless it is vLLM's, and complete."""
         try:
@@ -286,7 +275,7 @@ class ServedEngine(VLLMClient, wire.Engine):
     def _server(self) -> str:
         return f"The vLLM server at {self.base_url}"
 
-    def _no_answer(self, path: str, error: Exception) -> ServerError:
+    def _no_answer(self, path: str, error: requests.RequestException) -> ServerError:
         """Return the error of a request that got no complete answer."""
         if isinstance(error, requests.Timeout):
             return ServerError(
