@@ -191,6 +191,8 @@ def run(case: Case, faults: list[str]) -> None:
 def run_and_resume(case: Case) -> None:
     case.check("starts", case.start)
     case.check("trains", case.train)
+    # which a checkpoint of the model alone lacks
+    case.check("saves", lambda: case.trainer._save_rest(case.out / "checkpoint-1"))
     case.check("resumes", case.resume)
     if not case.is_main:
         (case.out / "checkpoint-1" / "rollout_state_1.pt").unlink()

@@ -10,8 +10,6 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from trl_qurl.quantization.files import lock
-
 RUN_LOG = "run.jsonl"
 TEXTS = frozenset(
     (
@@ -114,6 +112,8 @@ def _lock(directory: Path) -> int:
     A lock of the directory itself leaves no file behind, but other machines that mount it do not
     see the lock.
     """
+    from trl_qurl.quantization.files import lock  # with torch, which a report does without
+
     try:
         return lock(directory, fcntl.LOCK_EX)
     except BlockingIOError:
