@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from trl_qurl.quantization.files import lock
+from trl_qurl.quantization.files import lock, write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -77,9 +77,8 @@ def _write_log(
     kept = {name: value for name, value in settings.items() if name in TEXTS} | _numbers(settings)
     lines = [_line({"settings": kept})]
     lines += [_line(_numbers(row)) for row in history]
-    tmp = path.with_suffix(".tmp")
-    tmp.write_text("".join(lines), encoding="utf-8")
-    tmp.replace(path)
+    text = "".join(lines)
+    write_atomically(path, lambda tmp: tmp.write_text(text, encoding="utf-8"))
 
 
 def _free_name(path: Path) -> Path:
