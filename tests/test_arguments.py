@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from accelerate.logging import MultiProcessAdapter
 from datasets import Dataset, DatasetDict
 from peft import (
@@ -22,7 +21,7 @@ from peft import (
 from support.building import CONFIGS, PROMPTS, STARTED, build, reward, settings_of, start_no_engine
 from tiny import VOCABULARY, tiny_model, tiny_tokenizer
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from trl_qurl import QuRLGRPOTrainer
 from trl_qurl.rollout.checks.hardware import WORTH_COMPILING
@@ -404,31 +403,3 @@ def test_a_run_on_a_cpu_that_is_too_short_is_not_compiled(changed, eager, tmp_pa
     assert rollout_settings(args).vllm_engine_kwargs.get("enforce_eager") is eager
     monkeypatch.setattr(gpu, lambda: (9, 0))
     assert not rollout_settings(args).vllm_engine_kwargs.get("enforce_eager")
-
-
-class EndsAtOnce(TrainerCallback):
-    """Ends before the first rollout."""
-
-    def on_train_begin(self, *args, **kwargs):
-        raise InterruptedError
-
-
-@each_trainer
-def test_an_optimizer_without_the_policys_parameters_is_refused(cls, built, tmp_path, caplog):
-    tiny_model().save_pretrained(tmp_path / "model")
-    policy = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-
-    def train(parameters):
-        optimizers = (torch.optim.AdamW(parameters, lr=1e-3), None)
-        given = {"model": policy, "optimizers": optimizers, "callbacks": [EndsAtOnce()]}
-        caplog.clear()
-        build(cls, tmp_path, **given).train()
-
-    with pytest.raises(ValueError, match="0 of the policy's 26 trainable tensors .*model"):
-        train(tiny_model().parameters())
-    with pytest.raises(InterruptedError):
-        train(list(policy.parameters()))
-    assert "trainable tensors" not in caplog.text
-    with pytest.raises(InterruptedError):
-        train(list(policy.parameters())[1:])
-    assert "25 of the policy's 26 trainable tensors" in caplog.text

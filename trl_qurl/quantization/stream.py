@@ -74,26 +74,18 @@ class WeightStream:
         a warning for each vector. If `is_exact`, codes are made from float32 and do not depend on
         the dtype of the parameters.
 
-        Raises `ValueError` if the scheme cannot store a layer, or, after the last tensor, if a
-        layer is missing.
+        Raises `ValueError` if the scheme cannot store a layer.
         """
-        missing = set(self.plan.schemes)
         for name, tensor in self._transformed(named_parameters):
             layer = name.removesuffix(".weight")
-            if layer == name or layer not in missing:
+            scheme = self.plan.schemes.get(layer)
+            if layer == name or scheme is None:
                 yield name, self._cast(name, tensor, dtype)
                 continue
-            missing.remove(layer)
             if is_exact:
                 tensor = tensor.float()
-            for suffix, part in self.plan.schemes[layer].quantize(tensor).items():
+            for suffix, part in scheme.quantize(tensor).items():
                 yield f"{layer}.{suffix}", part
-        if missing:
-            raise ValueError(
-                f"{len(missing)} of {len(self.plan.schemes)} layers to quantize were not among the "
-                f"parameters, first {min(missing)!r}: pass all parameters of the model that the "
-                "stream was made for."
-            )
 
     def _transformed(self, named_parameters: NamedTensors) -> NamedTensors:
         tensors: NamedTensors = self.form.convert(named_parameters)

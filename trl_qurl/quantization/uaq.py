@@ -8,16 +8,16 @@ embedding and the head stay as they are. `architectures` lists the supported mod
 
 import math
 import warnings
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from accelerate.utils import is_peft_model
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_enabled
 
 from trl_qurl.quantization.architectures import decoder_layers
 from trl_qurl.quantization.checkpoint_form import whole
+from trl_qurl.quantization.checks.uaq import checked_weight
 
 
 def recorded_scale(model: PreTrainedModel) -> float:
@@ -97,8 +97,10 @@ def _scalable_groups(model: PreTrainedModel, scale: float) -> list[_Group]:
     dtypes: set[torch.dtype] = set()
     for path in layers:
         for norm, linears in feeds.items():
-            gain = _weight(modules, f"{path}.{norm}", nn.Module)
-            weights = tuple(_weight(modules, f"{path}.{linear}", nn.Linear) for linear in linears)
+            gain = checked_weight(modules, f"{path}.{norm}", nn.Module)
+            weights = tuple(
+                checked_weight(modules, f"{path}.{linear}", nn.Linear) for linear in linears
+            )
             dtypes.update(weight.dtype for weight in (gain, *weights))
             groups.append(_Group(gain, weights, offset))
     halves = dtypes & {torch.bfloat16, torch.float16}
@@ -112,28 +114,3 @@ def _scalable_groups(model: PreTrainedModel, scale: float) -> list[_Group]:
             stacklevel=3,
         )
     return groups
-
-
-def _weight(modules: dict[str, nn.Module], name: str, cls: type[nn.Module]) -> torch.Tensor:
-    module = modules.get(name)
-    weight: Any = getattr(module, "weight", None)
-    found = None
-    if not isinstance(weight, nn.Parameter):
-        found = "none"
-    elif not isinstance(module, cls) or not weight.is_floating_point():
-        found = f"a {type(module).__name__} of {weight.dtype}"
-    if found is not None:
-        raise ValueError(
-            f"UAQ needs a plain floating-point layer {name} and found {found}: load the model "
-            "without adapters, fused or quantized layers, or set uaq_scale=1.0."
-        )
-    # ZeRO-3 gathers its shards later. FSDP may load only on the first process, which sends its
-    # scaled weights.
-    arrives_later = is_deepspeed_zero3_enabled() or is_fsdp_enabled()
-    if (weight.is_meta or weight.numel() == 0) and not arrives_later:
-        raise ValueError(
-            f"The weight of {name} is not in memory here: shape {tuple(weight.shape)}, device "
-            f"{weight.device}. Scale the checkpoint in advance, in one process: from_pretrained, "
-            "scale_model_, save_pretrained. Or set uaq_scale=1.0."
-        )
-    return weight

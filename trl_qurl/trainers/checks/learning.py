@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 from transformers import PreTrainedModel, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
 from trl_qurl.trainers.callbacks import RolloutCallback
 from trl_qurl.trainers.scoring import Rollout
@@ -33,7 +32,7 @@ NO_GRADIENT = (
 
 
 class LearningWatch(RolloutCallback):
-    """Callback that watches the optimizer's parameters, changes of weights, and rewards."""
+    """Callback that watches gradients, changes of weights, and rewards."""
 
     def __init__(self) -> None:
         # steps with a gradient and a learning rate, since weights last changed
@@ -44,28 +43,12 @@ class LearningWatch(RolloutCallback):
         self._has_learned = False  # from the rewards of any rollout
         self._said: set[str] = set()  # kinds of messages
 
-    def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        *,
-        model: PreTrainedModel,
-        optimizer: torch.optim.Optimizer,
-        **kwargs: object,
-    ) -> None:
-        """Compare the optimizer with what is trainable; start the counts."""
+    def on_train_begin(self, *args: object, **kwargs: object) -> None:
+        """Start the counts."""
         self._moving = []
         self._still = 0
         self._alike = 0
         self._has_learned = False
-        trainer = self.trainer
-        # Where parameters are sharded, optimizers hold other tensors; a layer-wise one is a
-        # placeholder for others.
-        is_sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
-        inner = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
-        if not is_sharded and not isinstance(inner, LayerWiseDummyOptimizer):
-            check_optimizer(model, optimizer)
 
     def on_log(
         self,
@@ -125,31 +108,6 @@ class LearningWatch(RolloutCallback):
         if kind not in self._said:
             self._said.add(kind)
             logger.warning(text)
-
-
-def check_optimizer(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
-    """Raise `ValueError` if the optimizer holds nothing trainable; warn if it lacks a part."""
-    held: set[int] = set()
-    for group in optimizer.param_groups:
-        held.update(id(parameter) for parameter in group["params"])
-    trainable = {
-        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
-    }
-    missing = [name for name, parameter in trainable.items() if id(parameter) not in held]
-    if not missing and trainable:
-        return
-    example = f" (such as {missing[0]})" if missing else ""
-    problem = (
-        f"The optimizer holds {len(trainable) - len(missing)} of the policy's {len(trainable)} "
-        "trainable tensors"
-    )
-    way = (
-        "if you pass optimizers=..., build the optimizer from the parameters of the trainer's "
-        "model, and let them require gradients before training begins"
-    )
-    if len(missing) == len(trainable):
-        raise ValueError(f"{problem}{example}, so training would change nothing: {way}.")
-    logger.warning(f"{problem}. The others keep their values{example}. To train them, {way}.")
 
 
 def unchanged_text(model: PreTrainedModel, steps: range, norm: float, rate: float) -> str:
