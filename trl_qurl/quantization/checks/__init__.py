@@ -1,1 +1,1 @@
-"""Refusals before slow work: each function raises, or tells why it would."""
+"""What quantization refuses, before slow work starts: patterns, shapes, models, directories."""
