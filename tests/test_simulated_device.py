@@ -43,11 +43,11 @@ SHAPE = {
     "num_key_value_heads": 2,
 }
 # per decoder layer
-LAUNCHES = {"int8": 590, "fp8": 540, "fp8_block": 550, "mxfp8": 760, "w4a16": 730, "w8a16": 700}
+LAUNCHES = {"int8": 270, "fp8": 220, "fp8_block": 220, "mxfp8": 440, "w4a16": 310, "w8a16": 280}
 # Read and written by operators per weight of a layer, and of the embedding: one pass over float32
 # is 8. Those of INT8 include smoothing, in a sync that collects magnitudes.
-BYTES = {"int8": 83, "fp8": 61, "fp8_block": 61, "mxfp8": 72, "w4a16": 65, "w8a16": 67}
-EMBEDDING_BYTES = 37
+BYTES = {"int8": 72, "fp8": 51, "fp8_block": 51, "mxfp8": 62, "w4a16": 56, "w8a16": 56}
+EMBEDDING_BYTES = 27
 VIEWS = {
     "view", "_unsafe_view", "t", "transpose", "permute", "expand", "slice", "select", "split", "split_with_sizes",
     "unsqueeze", "squeeze", "detach", "alias", "as_strided", "unbind", "chunk", "unflatten", "_reshape_alias", "empty",
@@ -173,8 +173,7 @@ def watch(monkeypatch):
     new_tensor = lambda x, data, dtype=None: x.new_zeros(len(data), dtype=dtype)  # noqa: E731
     monkeypatch.setattr(FakeTensor, "new_tensor", new_tensor, raising=False)
     monkeypatch.setattr(FakeTensor, "copy_", copy_, raising=False)
-    constants = lambda device: torch.ones(2, checks.WORDS, dtype=torch.int64, device=device)  # noqa: E731
-    monkeypatch.setattr(checks, "_constants", constants)
+    monkeypatch.setattr(FakeTensor, "numpy", lambda x: b"", raising=False)
     for scheme in SCHEMES.values():  # its samples are real tensors, or would be fake ones forever
         scheme.layout(torch.empty(128, 256, device="meta"))
     with FakeTensorMode(allow_non_fake_inputs=True), watch:
