@@ -27,8 +27,9 @@ RUNS = {
         "sapo_temperature_neg": 1.2,
         "sapo_temperature_pos": 0.9,
     },
-    "VESPO, no objective named": {
+    "VESPO": {
         "loss_type": "vespo",
+        "vllm_importance_sampling_mode": "token_truncate",
         **{
             "vespo_k_pos": 2.5,
             "vespo_lambda_pos": 2.5,

@@ -198,7 +198,9 @@ def build(options):
     if options.critic_lora:
         critic = AutoModelForTokenClassification.from_pretrained(options.model, num_labels=1)
         torch.nn.init.zeros_(critic.score.weight)
-        options.value_model = get_peft_model(critic, lora(task_type="TOKEN_CLS"))
+        options.value_model = get_peft_model(
+            critic, lora(task_type="TOKEN_CLS", exclude_modules=["score"])
+        )
     kind = "RLOO" if options.rloo else "GRPO"
     if options.ppo:
         kind = "PPO"
