@@ -1,6 +1,4 @@
-"""What comes back after a stop is what was there: adapters, the critic, the reference, experts, the
-rollout.
-"""
+"""What comes back after a stop is what was there: adapters, the critic, experts, the rollout."""
 
 import pytest
 import torch
@@ -31,7 +29,7 @@ engines = [
 ]
 
 
-@pytest.mark.parametrize("case", ["own_adapter", "two_adapters", "experts", "moving_reference"])
+@pytest.mark.parametrize("case", ["own_adapter", "two_adapters", "experts"])
 @pytest.mark.usefixtures("stops")
 class TestResumedRuns:
     pytestmark = engines
