@@ -117,7 +117,7 @@ def test_the_documented_options_serve_the_policy(trainer, warm_python, tmp_path)
     run.vllm_generation.sync_weights()
     run.save_quantized(tmp_path / "saved")
     page = (ROOT / "docs" / "after-training.md").read_text()
-    command = re.search(r"`vllm serve (DIR --enable-lora .+)`", page)[1]
+    command = re.search(r"`vllm serve (DIR --enable-lora [^`]+)`", page)[1]
     words = command.replace("DIR", "saved").split()
     port = free_port()
     # vLLM's CPU build has no command `vllm`.
