@@ -8,6 +8,7 @@ import time
 import pytest
 import requests
 from conftest import child_environment, free_port, kill_group, needs_avx512
+from documents import ROOT
 from peft import LoraConfig
 from support.deployment import Deployment, at_step, history, interrupt, recoveries
 from support.training import MOVED, SAME
@@ -111,11 +112,13 @@ def test_a_server_that_dies_while_loading_gets_the_adapter_again(trainer, deploy
 
 
 @pytest.mark.slow
-def test_the_cards_command_serves_the_policy(trainer, warm_python, tmp_path):
+def test_the_documented_options_serve_the_policy(trainer, warm_python, tmp_path):
     run = trainer()
     run.vllm_generation.sync_weights()
-    card = (run.save_quantized(tmp_path / "saved") / "README.md").read_text()
-    words = re.search(r"^vllm serve (.+)$", card, re.MULTILINE)[1].split()
+    run.save_quantized(tmp_path / "saved")
+    page = (ROOT / "docs" / "after-training.md").read_text()
+    command = re.search(r"`vllm serve (DIR --enable-lora [^`]+)`", page)[1]
+    words = command.replace("DIR", "saved").split()
     port = free_port()
     # vLLM's CPU build has no command `vllm`.
     command = [

@@ -94,7 +94,7 @@ def test_a_directory_in_which_another_run_trains_is_refused(cls, attempt, tmp_pa
     end_log(tmp_path / RUN_LOG)
 
 
-# Columns and reward functions
+# Columns
 # --------------------------------------------------------------------------------------------------
 
 
@@ -110,95 +110,14 @@ def test_a_stream_with_unknown_columns_is_read_first(attempt):
     assert attempt(data=stream) == STARTED
 
 
-class Judge:
-    __name__ = "judge"
-
-    def __call__(self, prompts, completions):
-        return []
-
-
-async def asks(completions, texts, **kwargs):
-    return []
-
-
-@functools.wraps(reward)
-def wrapper(samples, **kwargs):
-    return reward(samples, **kwargs)
-
-
-@pytest.mark.parametrize(
-    ("function", "name", "argument"),
-    [
-        (lambda samples, **kwargs: [], "<lambda>", "samples"),
-        (lambda completions, answer, **kwargs: [], "<lambda>", "answer"),
-        (lambda completions: [], "<lambda>", "prompts"),
-        (lambda completions, /, **kwargs: [], "<lambda>", "completions"),
-        (Judge(), "judge", "completion_ids"),
-        (asks, "asks", "texts"),
-        (wrapper, "reward", "samples"),
-        ([reward, lambda x: []], "<lambda>", "x"),
-    ],
-)
-def test_a_reward_function_that_trl_cannot_call_is_refused(function, name, argument, attempt):
-    passed = "prompts, completions, completion_ids, trainer_state, log_extra, log_metric, solution"
-    message = attempt(function=function)
-    assert repr(name) in message and passed in message
-    # what is missing is an argument's name, in quotes except where several are
-    assert argument in message.partition("passes")[0]
-
-
-def with_judge(completions, judge, **kwargs):
-    return [judge(completion) for completion in completions]
-
-
-@functools.wraps(with_judge)
-def adds_judge(completions, **kwargs):
-    return with_judge(completions, judge=len, **kwargs)
-
-
-def takes_all(prompts, completions, completion_ids, trainer_state, log_extra, log_metric, solution):
-    return []
-
-
-PARTIAL = functools.partial(with_judge, judge=len)
-CALLABLE = {
-    "plain": reward,
-    "all names": takes_all,
-    "optional": lambda completions, solution, optional=None, **kwargs: [],
-    "several": [reward, lambda **kwargs: []],
-    "partial": PARTIAL,
-    "partial with a signature": functools.update_wrapper(PARTIAL, with_judge),
-    "wrapper that adds an argument": adds_judge,
-}
-
-
-@pytest.mark.parametrize("function", CALLABLE.values(), ids=CALLABLE)
-def test_a_reward_function_that_trl_can_call_is_accepted(function, attempt):
-    assert attempt(function=function) == STARTED
-
-
-def test_a_reward_function_whose_column_is_removed_is_refused(attempt):
-    def graded(completions, solution, **kwargs):
-        return []
-
-    removes = {"remove_unused_columns": True}
-    message = attempt(function=graded, args=removes)
-    assert_names(message, "'graded'", "'solution'")
-    assert attempt(args=removes) == STARTED
-
-
-def test_reward_functions_may_take_what_a_rollout_function_adds(attempt):
-    def scored(completions, score, **kwargs):
-        return []
-
-    assert attempt(function=scored, rollout_func=lambda prompts, trainer: {}) == STARTED
-
-
 def test_columns_are_those_of_a_transform(attempt):
     stored = PROMPTS.rename_column("prompt", "question")
     made = stored.with_transform(lambda rows: rows | {"prompt": rows["question"]})
     assert attempt(data=made, eval_dataset=made) == STARTED
-    images = PROMPTS.with_transform(lambda rows: rows | {"image": rows["prompt"]})
+
+
+def test_images_cannot_be_sampled_again():
+    images = PROMPTS.rename_column("solution", "image")
     with pytest.raises(ValueError, match="dynamic_sampling=True .*images"):
         check_plain_answers({"train_dataset": images})
 

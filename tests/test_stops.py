@@ -1,6 +1,4 @@
-"""What comes back after a stop is what was there: adapters, the critic, the reference, experts, the
-rollout.
-"""
+"""What comes back after a stop is what was there: adapters, the critic, experts, the rollout."""
 
 import pytest
 import torch
@@ -31,7 +29,7 @@ engines = [
 ]
 
 
-@pytest.mark.parametrize("case", ["own_adapter", "two_adapters", "experts", "moving_reference"])
+@pytest.mark.parametrize("case", ["own_adapter", "two_adapters", "experts"])
 @pytest.mark.usefixtures("stops")
 class TestResumedRuns:
     pytestmark = engines
@@ -53,8 +51,6 @@ class TestOtherStops:
 
     def test_a_critic_resumes_without_its_optimizer(self, stops):
         assert stops["only_models"]["critic_is_loaded"]
-        [said] = stops["only_models"]["said"]
-        assert "optimizer.pt" in said and "checkpoint-2" in said
 
     def test_training_again_begins_with_a_new_rollout(self, stops):
         record = stops["interrupted"]

@@ -60,7 +60,7 @@ def test_another_trainer_takes_quantized_rollouts(trainers):
     assert 0 < rollout["mismatch/kl_k3"] < 2e-4
     assert rollout["time/sync_s"] > 0 and rollout["sync/sent_mb"] > 0
     assert all(row["time/update_s"] > 0 for row in record["history"] if "loss" in row)
-    assert {"model.safetensors", "README.md"} <= set(record["saved"])
+    assert "model.safetensors" in record["saved"]
     assert "rollout_state_0.pt" in record["checkpoint"]
 
 

@@ -37,7 +37,6 @@ from trl_qurl.lab.contract import (
 from trl_qurl.lab.doctor import environment
 from trl_qurl.lab.doctor.environment import check_private_parts
 from trl_qurl.lab.doctor.report import Status
-from trl_qurl.trainers.checks.arguments import NOT_PASSED, REWARD_KEYWORDS
 
 GRPO = "trl.trainer.grpo_trainer"
 RLOO = "trl.trainer.rloo_trainer"
@@ -297,18 +296,6 @@ def test_scoring_returns_what_our_trainers_read():
     keys = "old_per_token_logps sampling_per_token_logps completion_mask tool_mask advantages"
     for key in keys.split():
         assert f"'{key}': {key}" in body or f"output['{key}'] = {key}" in body, key
-
-
-@pytest.mark.parametrize("module, name", [(GRPO, "GRPOTrainer"), (RLOO, "RLOOTrainer")])
-def test_reward_functions_get_what_the_constructor_checks_them_for(module, name):
-    body = definition(module, f"{name}._calculate_rewards")
-    # others are of models, by position
-    [named] = [words for words in map(keywords, calls(body, "reward_func")) if "prompts" in words]
-    added = set(re.findall(r"reward_kwargs\['(\w+)'\] =", ast.unparse(body)))
-    # the first is optional, the others are for a warning
-    added -= {"environments", "prompt", "completion"}
-    assert named.keys() - {None} | added == set(REWARD_KEYWORDS), "see trainers/checks/arguments.py"
-    assert f"not in {list(NOT_PASSED)}" in ast.unparse(body), "see trainers/checks/arguments.py"
 
 
 def test_trl_only_warns_about_a_newer_vllm():

@@ -66,16 +66,8 @@ def token_rewards(rewards: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
     Returns:
         r, `(B, T)`. A sequence without learned tokens gets no reward.
-
-    Raises:
-        ValueError: If the shapes do not match.
     """
     mask = mask.bool()
-    if rewards.shape != mask.shape[:1]:
-        raise ValueError(
-            f"Got rewards of shape {tuple(rewards.shape)} for a mask of shape "
-            f"{tuple(mask.shape)}: pass one reward per sequence."
-        )
     positions = torch.arange(mask.size(1), device=mask.device)  # (T,)
     learned = torch.where(mask, positions, -1)  # (B, T)
     last = learned.amax(dim=1, keepdim=True)  # (B, 1), -1 if no token is learned
@@ -109,16 +101,7 @@ def generalized_advantages(
 
     Returns:
         Advantages and returns, each `(B, T)`.
-
-    Raises:
-        ValueError: If the shapes do not match.
     """
-    if not rewards.shape == values.shape == mask.shape or bootstrap.shape != mask.shape[:1]:
-        raise ValueError(
-            f"Got rewards {tuple(rewards.shape)}, values {tuple(values.shape)}, mask "
-            f"{tuple(mask.shape)} and bootstrap {tuple(bootstrap.shape)}: the first three must "
-            "have the same shape (B, T), the last (B,)."
-        )
     mask = mask.bool()
     advantages = torch.zeros_like(values)
     next_value = bootstrap  # (B,)

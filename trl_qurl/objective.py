@@ -83,15 +83,7 @@ def importance_ratio(proximal_logps: torch.Tensor, behavior_logps: torch.Tensor)
 
     Returns:
         ρ, `(B, T)`, at most exp(`LARGEST_LOG_RATIO`); 1 where `behavior_logps` is NaN.
-
-    Raises:
-        ValueError: If the shapes differ or are not two-dimensional.
     """
-    if proximal_logps.shape != behavior_logps.shape or proximal_logps.dim() != 2:
-        raise ValueError(
-            f"Got proximal_logps {tuple(proximal_logps.shape)}, behavior_logps "
-            f"{tuple(behavior_logps.shape)}: pad both to the same shape (B, T)."
-        )
     log_ratio = (proximal_logps - behavior_logps).masked_fill(behavior_logps.isnan(), 0.0)
     return log_ratio.clamp(max=LARGEST_LOG_RATIO).exp()
 
@@ -155,7 +147,7 @@ def surrogate_terms(
         Two tensors `(B, T)`, detached: no gradient flows through sampling.
 
     Raises:
-        ValueError: If the objective is unknown, the shapes differ, or the cap is out of range.
+        ValueError: If the objective is unknown.
     """
     preset = get_objective(objective)
     proximal_logps = proximal_logps.detach()
@@ -172,10 +164,6 @@ def surrogate_terms(
     elif preset.correction == "truncated":
         if cap is None:
             cap = math.inf
-        if not cap > 0:
-            raise ValueError(
-                f"Got cap={cap}: give a ratio above 0 (2 is usual), or None for no cap."
-            )
         weight = rho.clamp(max=cap)  # (B, T)
         if preset.lifts_upper_bound:
             lifted = (rho > cap) & (advantages.reshape(len(rho), -1) > 0)  # (B, T)

@@ -1,7 +1,6 @@
 """Which layer is stored in which format: the plan of one model's quantized checkpoint."""
 
 import json
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -33,16 +32,6 @@ class QuantizationPlan:
     # Patterns by format.
     targets: Mapping[QuantizationScheme, Sequence[str]] = field(default_factory=dict)
     formats: Formats = None  # as users write it
-
-    @property
-    def description(self) -> str:
-        """The formats in a few words, for model cards."""
-        counts = Counter(self.schemes.values())
-        parts = []
-        for scheme, count in counts.items():
-            layers = f"{count} layers: " if len(counts) > 1 else ""
-            parts.append(f"{layers}{scheme.label}, {scheme.served_as}")
-        return "; ".join(parts)
 
     def quantization_config(self) -> dict[str, Any] | None:
         """Build what a checkpoint's `config.json` tells vLLM.

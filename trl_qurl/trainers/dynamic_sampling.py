@@ -184,31 +184,23 @@ class DynamicSampler:
     def _rows_of_this_process(self, prompts: list[DrawnPrompt]) -> list[dict[str, Any]]:
         """Return a round's rows for this process, one per completion."""
         rows = [prompt.row for prompt in prompts for _ in range(self.group_size)]
-        size = len(rows) // self.accelerator.num_processes
-        first = self.accelerator.process_index * size
-        return rows[first : first + size]
+        with self.accelerator.split_between_processes(rows) as own:
+            return own
 
     def _place(self, source: FilledBatch, slots: dict[int, int], batch: FilledBatch) -> None:
         """Copy groups of a round into slots of the batch.
 
         That is all rewards, and the samples that belong to this process.
         """
-        targets: dict[int, int] = {}  # numbers of completions, over all processes
+        samples = gather_object(source.samples)  # of all processes, as the rewards are
+        start = self.accelerator.process_index * len(batch.samples)
         for group, slot in slots.items():
             for i in range(self.group_size):
-                targets[group * self.group_size + i] = slot * self.group_size + i
-        for origin, target in targets.items():
-            batch.rewards[target] = source.rewards[origin]
-        process = self.accelerator.process_index
-        outgoing = [
-            (targets[number], sample)
-            for number, sample in enumerate(source.samples, process * len(source.samples))
-            if number in targets
-        ]
-        start = process * len(batch.samples)
-        for target, sample in gather_object(outgoing):
-            if start <= target < start + len(batch.samples):
-                batch.samples[target - start] = sample
+                origin = group * self.group_size + i
+                target = slot * self.group_size + i
+                batch.rewards[target] = source.rewards[origin]
+                if start <= target < start + len(batch.samples):
+                    batch.samples[target - start] = samples[origin]
 
 
 def sample_batch(rows: list[dict[str, Any]], trainer: Any) -> FilledBatch:

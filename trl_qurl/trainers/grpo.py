@@ -8,8 +8,7 @@ and these inputs are added to its batch after it.
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping
-from numbers import Real
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,9 +26,6 @@ from trl_qurl.trainers.model_card import QURL
 from trl_qurl.trainers.rollouts import GroupRolloutsMixin
 from trl_qurl.trainers.scoring import Batch, cap_of
 
-# dropout that a causal model does not have
-OF_OTHER_HEADS = ("classifier", "summary", "seq_classif", "qa_")
-
 
 class QuRLGRPOTrainer(GroupRolloutsMixin, GRPOTrainer):
     """[`~trl.GRPOTrainer`] with rollouts from an actor: a quantized copy of the policy.
@@ -44,8 +40,7 @@ class QuRLGRPOTrainer(GroupRolloutsMixin, GRPOTrainer):
         args: A [`QuRLGRPOConfig`] or a [`~trl.GRPOConfig`]; `None` for the defaults.
 
     Raises:
-        TypeError: `args` is neither a `QuRLGRPOConfig` nor a `GRPOConfig`, or TRL cannot call a
-            reward function.
+        TypeError: `args` is neither a `QuRLGRPOConfig` nor a `GRPOConfig`.
         ValueError: The dataset, model or adapter is not supported.
         ImportError: vLLM is not installed.
     """
@@ -112,15 +107,13 @@ class QuRLGRPOTrainer(GroupRolloutsMixin, GRPOTrainer):
         if logps is None:
             if self.args.vllm_importance_sampling_correction:
                 way = (
-                    "return a list for each completion (the third result of "
-                    "trainer.vllm_generation.generate)"
+                    "return a list for each completion, of one number per token (the third result "
+                    "of trainer.vllm_generation.generate has a list per token: take its first)"
                 )
                 raise ValueError(
                     f"rollout_func returned logprobs=None, but the objective needs them: {way}."
                 )
             return generated
-        if self.rollout_func is not None:
-            logps = returned_logps(logps, generated.completion_ids)
         return generated._replace(logprobs=valid_logps(logps))
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -159,57 +152,14 @@ class QuRLGRPOTrainer(GroupRolloutsMixin, GRPOTrainer):
             self._sampler.prompts.drawn = state["prompts_drawn"]
 
 
-def returned_logps(logprobs: Any, completion_ids: list[list[int]]) -> list[list[float | None]]:
-    """Return what a `rollout_func` gave as `logprobs`, one number per token of each completion.
-
-    vLLM, and with it `trainer.vllm_generation.generate`, gives a list per token, of the sampled
-    token's alone.
-    """
-    error = ValueError(
-        "rollout_func must return, as logprobs, a list per completion with a number for each of "
-        "its completion_ids, the log-probability of the sampled token (or a list of that one "
-        "number, as in the third result of trainer.vllm_generation.generate)."
-    )
-    if not isinstance(logprobs, list | tuple) or len(logprobs) != len(completion_ids):
-        raise error
-    completions = []
-    for given, ids in zip(logprobs, completion_ids, strict=True):
-        if not isinstance(given, list | tuple) or len(given) != len(ids):
-            raise error
-        logps = [
-            token[0] if isinstance(token, list | tuple) and len(token) == 1 else token
-            for token in given
-        ]
-        if not all(logp is None or isinstance(logp, Real) for logp in logps):
-            raise error
-        completions.append(logps)
-    return completions
-
-
 def has_dropout(model: Any) -> bool:
     """Return whether a model in train mode computes with dropout, or a router with noise.
 
-    Settings are looked for in the model's config, with those of its parts, and in the configs of
-    its adapters: many modules, as those of LoHa and LoKr, draw masks without a `nn.Dropout`.
+    Settings of its config count, because many models draw masks without a `nn.Dropout`. One of a
+    head that the model does not have costs a pass in advance, and changes nothing else.
     """
-    # of PEFT, or of transformers with adapters
-    adapters = getattr(model, "peft_config", None) or {}
-    settings = [model.config.to_dict(), *(vars(config) for config in adapters.values())]
-    is_set = any(noise_settings(each) for each in settings)
-    return is_set or any(
-        isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()
-    )
-
-
-def noise_settings(config: Mapping[str, Any]) -> list[str]:
-    """Return the settings of a config, and of those inside it, that turn dropout or noise on."""
-    names = []
-    for name, value in config.items():
-        if isinstance(value, Mapping) and name.endswith("config"):  # of a vision tower, for example
-            names += noise_settings(value)
-        # Not a switch, such as `rank_dropout_scale`: the numbers beside it decide.
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    for name, value in model.config.get_text_config().to_dict().items():
         is_noise = "drop" in name or "jitter" in name
-        if is_noise and is_number and value > 0 and not name.startswith(OF_OTHER_HEADS):
-            names.append(name)
-    return names
+        if is_noise and isinstance(value, float) and value > 0:  # no switch
+            return True
+    return any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())

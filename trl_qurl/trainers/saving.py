@@ -18,8 +18,7 @@ import torch
 from accelerate import Accelerator, PartialState
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object, send_to_device
-from huggingface_hub import ModelCard
-from trl.trainer.utils import RepeatSampler, get_config_model_id
+from trl.trainer.utils import RepeatSampler
 
 from trl_qurl.quantization.checkpoint import CheckpointWriter
 from trl_qurl.quantization.checkpoint_form import NamedTensors, plain_model
@@ -28,10 +27,9 @@ from trl_qurl.quantization.files import write_atomically
 from trl_qurl.quantization.plan import Formats, format_name, make_plan, require_formats
 from trl_qurl.quantization.storage import set_dtype
 from trl_qurl.quantization.stream import WeightStream
-from trl_qurl.rollout.adapter import adapter_rank, adapter_tensors, engine_rank, write_adapter
+from trl_qurl.rollout.adapter import adapter_tensors, write_adapter
 from trl_qurl.rollout.backend import QuantizedVLLMGeneration
 from trl_qurl.rollout.group import TOGETHER
-from trl_qurl.trainers.model_card import quantized_card
 
 logger = get_logger(__name__)  # logs in the main process only
 
@@ -91,48 +89,31 @@ def save_quantized(
         # A new stream raises in every process or in none. It is not smoothed: nobody has seen its
         # activations.
         weights = WeightStream(generation.model, make_plan(generation.model, formats, ignore))
-    start = get_config_model_id(trainer.model.config)
-    hub_name = trainer.hub_model_id or args.hub_model_id
-    base = start if start and not Path(start).is_dir() else None
-    card = functools.partial(quantized_card, path.name, weights.plan, hub_name, base)
     if is_rollouts and not merge and not generation.sync.route.is_merged:
-        write_base_and_adapter(generation, path, weights, card)
+        write_base_and_adapter(generation, path, weights)
     else:
-        write_merged(generation, path, weights, card)
+        write_merged(generation, path, weights)
     return path
 
 
-def write_merged(
-    generation: QuantizedVLLMGeneration,
-    path: Path,
-    weights: WeightStream,
-    card: Callable[[int], ModelCard],
-) -> None:
-    """Write the policy, quantized, with its adapter merged. A collective operation.
-
-    `card` makes a card from the rank of a separate adapter, here 0.
-    """
+def write_merged(generation: QuantizedVLLMGeneration, path: Path, weights: WeightStream) -> None:
+    """Write the policy, quantized, with its adapter merged. A collective operation."""
     writer = _writer(generation, weights)
-
-    def write_beside(tmp: Path) -> None:
-        _finish(generation, tmp, card(0))
+    set_grid = functools.partial(set_dtype, dtype=generation.weights.grid)
 
     def write(parameters: NamedTensors) -> None:
-        writer.write(weights.tensors(parameters), path, write_beside)
+        writer.write(weights.tensors(parameters), path, set_grid)
 
     with weights.smoothing.pause() if weights.smoothing else nullcontext():
         read_in_main_process(generation.policy_parameters(), write)
 
 
 def write_base_and_adapter(
-    generation: QuantizedVLLMGeneration,
-    path: Path,
-    weights: WeightStream,
-    card: Callable[[int], ModelCard],
+    generation: QuantizedVLLMGeneration, path: Path, weights: WeightStream
 ) -> None:
     """Write the quantized base that the engine started from, and the adapter in a subdirectory.
 
-    `card` makes a card from the adapter's rank. A collective operation.
+    A collective operation.
     """
     model = generation.model
     writer = _writer(generation, weights)
@@ -143,7 +124,7 @@ def write_base_and_adapter(
 
     def write_beside(tmp: Path) -> None:
         write_adapter(model, adapter, tmp / ADAPTER_DIRECTORY)
-        _finish(generation, tmp, card(engine_rank(adapter_rank(model))))
+        set_dtype(tmp, generation.weights.grid)
 
     read_in_main_process(base, lambda tensors: writer.write(tensors, path, write_beside))
 
@@ -151,11 +132,6 @@ def write_base_and_adapter(
 def _writer(generation: QuantizedVLLMGeneration, weights: WeightStream) -> CheckpointWriter:
     model = plain_model(generation.model)
     return CheckpointWriter(model, generation.processing_class, weights.plan)
-
-
-def _finish(generation: QuantizedVLLMGeneration, directory: Path, card: ModelCard) -> None:
-    card.save(directory / "README.md")
-    set_dtype(directory, generation.weights.grid)
 
 
 def read_in_main_process(parts: Iterable[Part], read: Callable[[Iterator[Part]], None]) -> None:

@@ -3,27 +3,13 @@
 TRL would report most of these errors minutes later. `arguments` are named as TRL names them.
 """
 
-import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from accelerate.utils import is_peft_model
-from datasets import Dataset
-from torch import nn
 from transformers import PreTrainedModel, TrainingArguments
 
-# TRL passes these to every reward function by name, before the dataset's columns.
-REWARD_KEYWORDS = (
-    "prompts",
-    "completions",
-    "completion_ids",
-    "trainer_state",
-    "log_extra",
-    "log_metric",
-)
-KEPT = ("prompt", "image", "images")  # columns that remove_unused_columns=True leaves
-NOT_PASSED = ("prompt", "completion", "completion_ids")  # columns that TRL does not pass
 # PEFT's methods that merge exactly.
 MERGED = "BOFT C3A DELORA FOURIERFT GRALORA HRA IA3 LOHA LOKR LORA MISS OFT PSOFT SHIRA WAVEFT"
 # Settings that limit an adapter to some tokens, so it cannot be merged.
@@ -31,7 +17,7 @@ ONLY_TOKENS = ("alora_invocation_tokens", "trainable_token_indices")
 
 
 def check_arguments(args: TrainingArguments, arguments: Mapping[str, Any]) -> None:
-    """Raise `ValueError` for data and reward functions that training cannot use."""
+    """Raise `ValueError` for data that training cannot use."""
     train: Any = arguments.get("train_dataset")
     needed = args.generation_batch_size // args.num_generations
     if hasattr(train, "__len__") and len(train) < needed:  # TRL would end without a step
@@ -47,8 +33,6 @@ def check_arguments(args: TrainingArguments, arguments: Mapping[str, Any]) -> No
     rewards: Any = arguments.get("reward_funcs")
     if not isinstance(rewards, list):
         rewards = [rewards]
-    for function in rewards:
-        check_reward(function, args, arguments)
     judge = vars(args).get("dynamic_sampling_reward")
     known = [getattr(function, "__name__", None) for function in rewards]
     if judge is not None and None not in known and judge not in known:
@@ -69,47 +53,13 @@ def check_plain_answers(arguments: Mapping[str, Any]) -> None:
     ]
     if not hasattr(dataset, "__len__"):
         obstacles.append("a streaming dataset")
-    if {"image", "images"} & set(columns_of(dataset) or ()):
+    if {"image", "images"} & set(getattr(dataset, "column_names", None) or ()):
         obstacles.append("images")
     if obstacles:
         raise ValueError(
             f"dynamic_sampling=True does not work with {' and '.join(obstacles)}: do without, or "
             "set dynamic_sampling=False."
         )
-
-
-def columns_of(dataset: Any) -> list[str] | None:
-    """Return the columns of a dataset's rows, which a transform may make.
-
-    `None` if only reading it would tell.
-    """
-    if isinstance(dataset, Dataset) and len(dataset):
-        return list(dataset[0])
-    return getattr(dataset, "column_names", None)
-
-
-def check_reward(function: Any, args: TrainingArguments, arguments: Mapping[str, Any]) -> None:
-    """Raise `ValueError` for a reward function that TRL cannot call; models pass."""
-    if isinstance(function, nn.Module) or not callable(function):
-        return
-    columns = columns_of(arguments.get("train_dataset"))
-    passed = [column for column in columns or () if column not in NOT_PASSED]
-    if args.remove_unused_columns:
-        passed = [column for column in passed if column in KEPT]
-    names = [*REWARD_KEYWORDS, *passed]
-    # A wrapper may take other arguments, or add some.
-    signature = inspect.signature(function, follow_wrapped=False)
-    bind = signature.bind
-    if not columns or arguments.get("environment_factory") or arguments.get("rollout_func"):
-        bind = signature.bind_partial  # more names may be passed
-    try:
-        bind(**dict.fromkeys(names))
-    except TypeError as error:
-        name = getattr(function, "__name__", type(function).__name__)
-        raise ValueError(
-            f"TRL cannot call the reward function {name!r} ({error}): it passes "
-            f"{', '.join(names)} by name. Accept the ones you need, and **kwargs for the rest."
-        ) from None
 
 
 def check_adapter(model: PreTrainedModel | str, peft_config: Any) -> None:

@@ -34,10 +34,10 @@ class LongestPrompt:
 
 
 class DataCheck(RolloutCallback):
-    """Callback that raises for data and reward functions that training cannot use."""
+    """Callback that raises for data that training cannot use."""
 
     def on_arguments(self, args: TrainingArguments, arguments: dict[str, Any]) -> None:
-        """Raise for columns that are missing, or that a reward function does not accept."""
+        """Raise for too few rows, or for what dynamic sampling cannot draw."""
         check_arguments(args, arguments)
 
     def on_models(self) -> None:
