@@ -1,4 +1,6 @@
-"""What comes back after a stop is what was there: adapters, the critic, experts, the rollout."""
+"""What comes back after a stop is what was there: adapters, the critic, the reference, experts, the
+rollout.
+"""
 
 import pytest
 import torch
@@ -29,7 +31,7 @@ engines = [
 ]
 
 
-@pytest.mark.parametrize("case", ["own_adapter", "two_adapters", "experts"])
+@pytest.mark.parametrize("case", ["own_adapter", "two_adapters", "experts", "moving_reference"])
 @pytest.mark.usefixtures("stops")
 class TestResumedRuns:
     pytestmark = engines

@@ -103,6 +103,18 @@ def experts(out: Path) -> dict[str, Any]:
     return whole_and_resumed(out, "GRPO", lambda: tiny_mixture("qwen3_moe"), settings)
 
 
+def moving_reference(out: Path) -> dict[str, Any]:
+    """A reference model that follows the policy."""
+    directory = saved(out)
+    settings = {
+        "beta": 0.5,
+        "sync_ref_model": True,
+        "ref_model_sync_steps": 1,
+        "ref_model_mixup_alpha": 0.5,
+    }
+    return whole_and_resumed(out, "GRPO", lambda: directory, settings)
+
+
 def only_models(out: Path) -> dict[str, Any]:
     """PPO from a checkpoint without optimizers."""
 
@@ -208,7 +220,7 @@ def interrupted(out: Path) -> dict[str, Any]:
 
 # The mixture comes first: vLLM makes the groups of its processes once, and only a mixture has one
 # for experts.
-CASES = (experts, own_adapter, two_adapters, only_models, best, interrupted)
+CASES = (experts, own_adapter, two_adapters, moving_reference, only_models, best, interrupted)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ from trl_qurl.trainers.checks.prompts import DataCheck
 from trl_qurl.trainers.checks.reference import ReferenceCheck
 from trl_qurl.trainers.checks.rewards import explained_rewards
 from trl_qurl.trainers.engine import QuantizedEngineMixin
+from trl_qurl.trainers.reference import load_reference, save_reference
 from trl_qurl.trainers.saving import load_rollout_state, save_rollout_state, skip_epochs
 from trl_qurl.trainers.scoring import (
     Batch,
@@ -319,9 +320,13 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
     def _save_rest(self, checkpoint: Path) -> None:
         super()._save_rest(checkpoint)
         save_rollout_state(self._rollout_state(), checkpoint, self.accelerator, self.args)
+        if vars(self.args).get("sync_ref_model"):
+            save_reference(self.ref_model, self.accelerator, checkpoint)
 
     def _load_rest(self, checkpoint: Path) -> None:
         super()._load_rest(checkpoint)
+        if vars(self.args).get("sync_ref_model"):
+            load_reference(self.ref_model, self.accelerator, checkpoint)
         skip_epochs(self._train_sampler, self.state.epoch)  # `state` is the checkpoint's by now
         state = load_rollout_state(checkpoint, self.accelerator, self.args)
         if state is not None:
