@@ -53,6 +53,8 @@ class TestOtherStops:
 
     def test_a_critic_resumes_without_its_optimizer(self, stops):
         assert stops["only_models"]["critic_is_loaded"]
+        [said] = stops["only_models"]["said"]
+        assert "optimizer.pt" in said and "checkpoint-2" in said
 
     def test_training_again_begins_with_a_new_rollout(self, stops):
         record = stops["interrupted"]

@@ -31,7 +31,7 @@ from trl_qurl.trainers.checks.guard import MismatchGuard
 from trl_qurl.trainers.checks.learning import LearningWatch
 from trl_qurl.trainers.checks.listed_tokens import warn_of_cuts
 from trl_qurl.trainers.checks.policy import PolicyCheck
-from trl_qurl.trainers.checks.resuming import check_policy, complete_checkpoint
+from trl_qurl.trainers.checks.resuming import check_policy, check_resumed, complete_checkpoint
 from trl_qurl.trainers.resuming import is_sharded, load_policy
 from trl_qurl.trainers.saving import save_quantized
 from trl_qurl.trainers.scoring import Rollout
@@ -246,7 +246,7 @@ class QuantizedEngineMixin(TRLTrainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
-            check_policy(self, Path(checkpoint))
+            check_resumed(self, Path(checkpoint))
             self._load_rest(Path(checkpoint))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:

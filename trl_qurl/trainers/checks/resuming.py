@@ -14,6 +14,7 @@ from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from trl_qurl.quantization.checkpoint_form import CheckpointForm, NamedTensors
@@ -81,6 +82,24 @@ def is_complete(checkpoint: Path) -> bool:
     except (OSError, ValueError):
         return False
     return True
+
+
+def check_resumed(trainer: Any, checkpoint: Path) -> None:
+    """Check what transformers has loaded from a checkpoint. A collective operation.
+
+    Warns if transformers has found no optimizer or schedule: it begins new ones silently. Raises as
+    `check_policy`.
+    """
+    if not is_sharded(trainer.accelerator):  # else it has other files
+        names = (OPTIMIZER_NAME, SCHEDULER_NAME)
+        missing = [name for name in names if not (checkpoint / name).is_file()]
+        if missing:
+            logger.warning(
+                f"{checkpoint} has no {' and no '.join(missing)}, as with save_only_model=True: "
+                "the run continues with a new optimizer, and with the learning rate of a run's "
+                "beginning."
+            )
+    check_policy(trainer, checkpoint)
 
 
 def check_policy(trainer: Any, checkpoint: Path) -> None:
