@@ -110,6 +110,15 @@ def test_directory_of_another_user_is_refused(tmp_path):
         PrivateDirectory(str(tmp_path), 0)
 
 
+def test_a_directory_that_vanishes_is_not_another_users_afterward(tmp_path):
+    if os.getuid() != 0:
+        pytest.skip("giving a directory to another user needs privileges")
+    directory = PrivateDirectory(str(tmp_path), 0)
+    os.chown(directory.path, 12345, 12345)
+    with pytest.raises(PermissionError, match="belongs to another user"):
+        directory.make()
+
+
 @pytest.mark.parametrize("runs", [80, pytest.param(4000, marks=pytest.mark.slow)])
 def test_no_run_loses_its_directory_to_another(runs, run_scenario, tmp_path):
     """Runs start, fork, end and are killed at once. The next run removes what killed ones left, and

@@ -150,9 +150,14 @@ class PrivateDirectory:
         )
 
     def make(self) -> None:
-        """Make the directory, as private as before if a logout or a cleaner has removed it."""
+        """Make the directory, as private as before if a logout or a cleaner has removed it.
+
+        Raises `PermissionError` if another user has made it.
+        """
         for path in (self.path.parent, self.path):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if path.lstat().st_uid != os.getuid():
+                raise PermissionError(f"{path} belongs to another user")
 
 
 def _claim(parent: Path, bytes_needed: int) -> tuple[Path, int]:
@@ -162,7 +167,7 @@ def _claim(parent: Path, bytes_needed: int) -> tuple[Path, int]:
     home = parent / f"trl-qurl-{os.getuid()}-{boot}"
     for lock_file in home.glob("*.lock"):
         with suppress(OSError):  # in use
-            _remove(lock_file.with_suffix(""), _lock_own(lock_file), os.getpid())
+            _remove(lock_file.with_suffix(""), lock(lock_file), os.getpid())
     free = shutil.disk_usage(parent).free
     if free < bytes_needed:
         raise OSError(f"{free / 1e9:.3g} GB are free and {bytes_needed / 1e9:.3g} GB are needed")
@@ -170,19 +175,10 @@ def _claim(parent: Path, bytes_needed: int) -> tuple[Path, int]:
     for number in itertools.count():
         path = home / str(number)
         with suppress(BlockingIOError):  # in use
-            opened = _lock_own(path.with_suffix(".lock"))
+            opened = lock(path.with_suffix(".lock"))
             shutil.rmtree(path, ignore_errors=True)  # of a process that was killed just now
             return path, opened
     raise AssertionError("there is always another number")
-
-
-def _lock_own(lock_file: Path) -> int:
-    """Lock a file in a directory of this user."""
-    opened = lock(lock_file)
-    if os.fstat(opened).st_uid != lock_file.parent.lstat().st_uid:
-        os.close(opened)
-        raise PermissionError(f"{lock_file.parent} belongs to another user")
-    return opened
 
 
 def _remove(path: Path, opened: int, owner: int) -> None:
