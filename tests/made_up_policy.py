@@ -2,12 +2,14 @@
 its answers apart.
 """
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 
 from trl_qurl.advantages import weighted_sum
+from trl_qurl.rollout.backend import Samples
 from trl_qurl.trainers.dynamic_sampling import DynamicSampler, FilledBatch, PromptStream
 
 ROWS = [{"prompt": f"question {number}", "number": number} for number in range(60)]
@@ -30,8 +32,6 @@ class MadeUpPolicy:
         prompts: For replacement.
         useful: Which rows' rewards differ.
     """
-
-    _listed_count = 0
 
     def __init__(
         self,
@@ -60,6 +60,9 @@ class MadeUpPolicy:
         texts = [f"{prompt}, answer {place}" for prompt, place in zip(prompts, places, strict=True)]
         ids = [[ord(character) for character in text] for text in texts]
         logps = [[-1.0] * len(line) for line in ids]
+        listed = [[[logp] for logp in line] for line in logps]
+        samples = Samples([[1]] * len(prompts), ids, listed, None, has_images=False)
+        self.vllm_generation = SimpleNamespace(samples=samples)
         return [[1]] * len(prompts), ids, None, texts, logps, {}, None, []
 
     def _calculate_rewards(self, rows, prompts, completions, completion_ids) -> torch.Tensor:

@@ -191,7 +191,8 @@ def test_a_check_of_another_package(caplog):
     names: dict = {}
     exec(EXAMPLES["check"], names)
     check = names["RepetitionCheck"]()
-    check.trainer = SimpleNamespace(state=SimpleNamespace(global_step=3))
+    state, model = SimpleNamespace(global_step=3), SimpleNamespace(training=True)
+    check.trainer = SimpleNamespace(state=state, model=model)
     for completions, said in (([[1], [2]], 0), ([[1], [1], [1]], 1)):
         check.on_rollout(SimpleNamespace(samples=SimpleNamespace(completions=completions)))
         assert len(caplog.messages) == said

@@ -10,10 +10,12 @@ from tiny import tiny_model
 
 from trl_qurl.quantization import SCHEMES
 from trl_qurl.rollout.backend import Samples
+from trl_qurl.rollout.cost import RolloutCost
 from trl_qurl.rollout.mismatch import MismatchTally, mismatch_metrics, mismatch_sums
 from trl_qurl.trainers.checks import samples as module
 from trl_qurl.trainers.checks.samples import scored_samples
-from trl_qurl.trainers.scoring import loss_metrics
+from trl_qurl.trainers.dynamic_sampling import FilledBatch, Sample
+from trl_qurl.trainers.scoring import Rollout, loss_metrics
 
 INT8 = SCHEMES["int8"]
 
@@ -141,3 +143,28 @@ def test_a_few_samples_of_different_prompts_are_scored(monkeypatch):
     assert [each.behavior_logps[0].tolist() for each in scored] == [
         [-float(number)] * 3 for number in range(0, count, 4)
     ]
+
+
+# One rollout
+# --------------------------------------------------------------------------------------------------
+
+
+def test_a_rollout_that_is_kept_stays_what_it_was():
+    first, second = (Samples([[3]], [[token]], [[[-1.0]]], None, False) for token in (4, 5))
+    generation = SimpleNamespace(samples=first, sync=SimpleNamespace(version="sync1"))
+    kept = Rollout(generation)
+    kept.end({"reward": 1.0}, RolloutCost(tokens=1))
+    generation.samples, generation.sync.version = second, "sync2"
+    assert (kept.samples, kept.version, kept.metrics["reward"]) == (first, "sync1", 1.0)
+    assert kept.cost.tokens == 1
+
+
+def test_samples_of_a_filled_rollout_are_those_of_its_batch():
+    generation = SimpleNamespace(samples=None, sync=SimpleNamespace(version="sync1"))
+    listing = ([[-1.0, -2.0]], [[4, 9]])
+    sample = Sample({}, [3], [4], "x", [-1.0], listing)
+    rollout = Rollout(generation)
+    rollout.filled = FilledBatch([sample], torch.ones(1, 1))
+    rollout.end({}, RolloutCost())
+    assert rollout.samples == Samples([[3]], [[4]], [listing[0]], [listing[1]], False)
+    assert rollout.samples.listings() == [listing]

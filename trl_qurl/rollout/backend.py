@@ -72,7 +72,8 @@ class Samples(NamedTuple):
 
     def listings(self) -> list[Listing]:
         """Return what the engine listed for each completion."""
-        return list(zip(self.behavior_logps, self.behavior_ids or (), strict=True))
+        ids = self.behavior_ids or [[] for _ in self.behavior_logps]
+        return list(zip(self.behavior_logps, ids, strict=True))
 
 
 def sampled_first(result: Completions) -> Completions:

@@ -51,13 +51,21 @@ class RolloutCallback(TrainerCallback):
     """Base class for callbacks that need their trainer, or an event that transformers lacks.
 
     trl-qurl's trainers set `trainer` for a callback in `callbacks=[...]` or `add_callback`, and
-    call these methods in all processes. An error ends the run.
+    call these methods in all processes. One that is added later gets the last two only. An error
+    ends the run; raise it in all processes or none.
     """
 
     trainer: Any  # a weak proxy, so deleting a trainer frees its engine
 
+    def record(self, metrics: dict[str, float]) -> None:
+        """Log numbers with those of the trainer, as means until the next row."""
+        self.trainer._record(metrics)
+
     def on_arguments(self, args: TrainingArguments, arguments: dict[str, Any]) -> None:
-        """Read the config and the constructor's arguments, by TRL's names; nothing is loaded."""
+        """Read the config and the constructor's arguments, by TRL's names.
+
+        Nothing is loaded, and `trainer` has no attributes yet.
+        """
 
     def on_models(self) -> None:
         """Read the model, the tokenizer and the data, which TRL has loaded; there is no engine."""
@@ -66,10 +74,18 @@ class RolloutCallback(TrainerCallback):
         """Read what the engine has said of itself (`trainer.vllm_generation`)."""
 
     def on_scored(self, metrics: Mapping[str, float]) -> None:
-        """Read how far a rollout is from the policy (`mismatch/*`), before the policy changes."""
+        """Read how far a rollout is from the policy (`mismatch/*`), before the policy changes.
+
+        It comes before `on_rollout` if a pass in advance scores the rollout, else inside its last
+        micro-batch; never for a trainer that scores no rollouts.
+        """
 
     def on_rollout(self, rollout: Rollout) -> None:
-        """Read a rollout, of training or of an evaluation, before anything is learned from it."""
+        """Read a rollout, before anything is learned from it.
+
+        Also one of an evaluation: then `trainer.model.training` is False. A run that resumes inside
+        a rollout gets the next one.
+        """
 
 
 class RunLogCallback(TrainerCallback):

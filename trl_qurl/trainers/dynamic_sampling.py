@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 
-from trl_qurl.rollout.backend import Listing
+from trl_qurl.rollout.backend import Listing, Samples
 from trl_qurl.rollout.results import Generated
 
 logger = get_logger(__name__)  # logs in the main process only
@@ -86,7 +86,7 @@ class Sample(NamedTuple):
     completion_ids: list[int]
     completion: Any  # text or conversation
     logps: list[float | None] | None  # of the sampled tokens, in nats
-    listing: Listing | None  # if the engine lists more than what was sampled
+    listing: Listing  # of the engine
 
 
 @dataclass(frozen=True)
@@ -111,9 +111,15 @@ class FilledBatch:
             tool_images=[],
         )
 
-    def listings(self) -> list[Listing]:
-        """Return what the engine listed for each completion."""
-        return [sample.listing for sample in self.samples if sample.listing]
+    def as_samples(self) -> Samples:
+        """Return the batch as if the engine had sampled it at once."""
+        return Samples(
+            prompts=[sample.prompt_ids for sample in self.samples],
+            completions=[sample.completion_ids for sample in self.samples],
+            behavior_logps=[sample.listing[0] for sample in self.samples],
+            behavior_ids=[sample.listing[1] for sample in self.samples],
+            has_images=False,
+        )
 
 
 @dataclass
@@ -208,9 +214,7 @@ def sample_batch(rows: list[dict[str, Any]], trainer: Any) -> FilledBatch:
     prompts = [row["prompt"] for row in rows]
     generated = Generated(*trainer._generate(prompts))
     completion_ids = generated.completion_ids
-    listings: list[Any] = [None] * len(rows)
-    if trainer._listed_count:
-        listings = trainer.vllm_generation.samples.listings()
+    listings = trainer.vllm_generation.samples.listings()
     rewards = trainer._calculate_rewards(rows, prompts, generated.completions, completion_ids)
     trainer._pending_extra_logs.clear()  # of completions that the batch may not keep
     samples = []

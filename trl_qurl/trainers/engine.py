@@ -5,7 +5,7 @@ import inspect
 import os
 import time
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import ModuleType
@@ -95,7 +95,9 @@ class QuantizedEngineMixin(TRLTrainer):
         callbacks = [self._step_timer, self._run_log, *self._checks(args)]
         if args.uaq_scale != 1.0:
             callbacks.insert(0, UpdateAwareQuantizationCallback(args.uaq_scale))
-        self._callbacks = [*callbacks, *(arguments.get("callbacks") or [])]
+        given = arguments.get("callbacks") or []
+        callbacks += [each() if isinstance(each, type) else each for each in given]
+        self._callbacks = callbacks
         arguments["callbacks"] = self._callbacks
         for callback in self._callbacks:
             self._set_trainer(callback)
@@ -103,7 +105,7 @@ class QuantizedEngineMixin(TRLTrainer):
         with substitute(self._generation_module, "VLLMGeneration", self._backend_factory(args)):
             super().__init__(**arguments)
         self._callbacks = self.callback_handler.callbacks
-        for callback in self._callbacks:  # TRL's, and those that were given as a class
+        for callback in self._callbacks:  # TRL's
             self._set_trainer(callback)
         self._rollout = Rollout(self.vllm_generation)
         logged["model_runner"] = self.vllm_generation.runner
@@ -161,22 +163,30 @@ class QuantizedEngineMixin(TRLTrainer):
         generation = self.vllm_generation
         generation.cost.take()  # of others that used the engine between two steps
         before = self._rollout
+        recorded = {name: len(values) for name, values in self._metrics[self._mode].items()}
         inputs = super()._prepare_inputs(generation_batch)
         if not generation.cost.is_zero:  # else TRL had this batch already
             if self._rollout is before:  # a trainer that begins none by itself
                 self._rollout = Rollout(generation)
-            self._end_rollout()
+            self._end_rollout(recorded)
         self._step_timer.started += time.perf_counter() - started  # not a part of the update
         return inputs
 
-    def _end_rollout(self) -> None:
-        """Let callbacks read the rollout, and log what it has cost."""
-        rollout = self._rollout
-        metrics = self._metrics[self._mode]
-        rollout.metrics = {name: values[-1] for name, values in metrics.items() if values}
-        self._tell("on_rollout", rollout)
-        rollout.cost = self.vllm_generation.cost.take()
-        self._record_cost(rollout.cost)
+    def _end_rollout(self, recorded: Mapping[str, int]) -> None:
+        """Let callbacks read the rollout, and log what it has cost.
+
+        `recorded` is how many values of each metric are older.
+        """
+        metrics = {
+            name: values[-1]
+            for name, values in self._metrics[self._mode].items()
+            if len(values) > recorded.get(name, 0)
+        }
+        cost = self.vllm_generation.cost.take()
+        self._rollout.end(metrics, cost)
+        self._tell("on_rollout", self._rollout)
+        cost.check_s += self.vllm_generation.cost.take().check_s  # of a proof
+        self._record_cost(cost)
 
     def _record_cost(self, cost: RolloutCost) -> None:
         tokens = torch.tensor([float(cost.tokens)], device=self.accelerator.device)

@@ -1,5 +1,6 @@
 """What is scored: passes of the policy, one rollout, what is learned from, metrics of an update."""
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -86,25 +87,30 @@ class Rollout(PolicyPass):
         self._has_lists = has_lists
         self.filled: FilledBatch | None = None  # by dynamic sampling
         self.rewards: Any = None  # of all processes, (B · processes, functions)
-        self.metrics: dict[str, float] = {}  # by name, once it is scored
+        self.metrics: dict[str, float] = {}  # recorded since it began, by name
         self.cost = RolloutCost()
+        self.version = ""  # of the weights that the engine sampled with
 
-    @property
+    @functools.cached_property
     def samples(self) -> Samples:
-        """What the engine sampled in this process, at last."""
-        return self._generation.samples
+        """What the engine sampled in this process; of several rounds or turns, what is scored.
 
-    @property
-    def version(self) -> str:
-        """Version of the weights that the engine sampled with."""
-        return self._generation.sync.version
+        With a `rollout_func` or tools, that is the last turn. It is read once, after generation.
+        """
+        return self._generation.samples if self.filled is None else self.filled.as_samples()
+
+    def end(self, metrics: dict[str, float], cost: RolloutCost) -> None:
+        """Keep what is known once all completions have rewards."""
+        self.version = self._generation.sync.version
+        self.samples  # noqa: B018  # later, the backend has others
+        self.metrics = metrics
+        self.cost = cost
 
     def lists(self, length: int) -> ListedTokens | None:
         """Return what the engine lists for completions that are padded to this length."""
         if self._has_lists and self.listed is None:
-            source = self.samples if self.filled is None else self.filled
             device = self._generation.accelerator.device
-            self.listed = list_tokens(source.listings(), length, device)
+            self.listed = list_tokens(self.samples.listings(), length, device)
         return self.listed
 
 

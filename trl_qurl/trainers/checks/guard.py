@@ -174,7 +174,7 @@ class MismatchGuard(RolloutCallback):
         sync.needs_proof = False
         if self._judges_samples:
             if not trainer._scores_rollouts:
-                trainer._record(scored)
+                self.record(scored)
             self._judge_and_log(scored)
 
     def on_scored(self, metrics: Mapping[str, float]) -> None:
@@ -189,7 +189,7 @@ class MismatchGuard(RolloutCallback):
             # What is contradicted between two proofs asks for one.
             sync = trainer.vllm_generation.sync
             sync.needs_proof |= bool(self.contradiction(metrics, is_training))
-        trainer._record(self.observe(metrics, is_training))
+        self.record(self.observe(metrics, is_training))
 
     @property
     def alarm(self) -> bool:
