@@ -484,6 +484,23 @@ def test_a_rollout_function_without_log_probabilities_says_what_to_return(
         trainer._generate_and_score_completions(ROWS)
 
 
+@pytest.mark.parametrize("logps", [[-1.0, -2.0], [[-1.0], [-2.0]]])
+def test_a_rollout_function_may_do_without_the_engine(logps, trainer, monkeypatch):
+    def scripted(prompts, trainer):
+        ids = [[5, 6]] * len(prompts)
+        return {"prompt_ids": ids, "completion_ids": ids, "logprobs": [logps] * len(prompts)}
+
+    monkeypatch.setattr(trainer, "rollout_func", scripted)
+    # as before any generation
+    monkeypatch.delattr(trainer.vllm_generation, "samples", raising=False)
+    batch = trainer._generate_and_score_completions(ROWS)
+    assert batch["sampling_per_token_logps"][0].tolist() == [-1.0, -2.0]
+    trainer.vllm_generation.sync.needs_proof = True
+    trainer._end_rollout({})
+    assert trainer.vllm_generation.sync.needs_proof, "nothing was sampled"
+    trainer.vllm_generation.sync.needs_proof = False
+
+
 def test_weights_that_no_sync_has_sent_are_sent_before_tokens_are_sampled(trainer, monkeypatch):
     """As where TRL is in the same step, or a callback or a subclass leaves the sync out."""
     rollout_of(trainer)

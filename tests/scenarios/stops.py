@@ -3,6 +3,7 @@ each case.
 """
 
 import argparse
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,17 @@ EVERY_SECOND = {
     "vllm_max_model_length": 64,
 }
 NOT_REPEATED = ("time/", "step_time", "throughput/", "train_", "weights/")
+
+
+class Heard(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
 
 
 def build(out: Path, kind: str, model: Any, settings: dict[str, Any], **given: Any) -> Any:
@@ -132,11 +144,15 @@ def only_models(out: Path) -> dict[str, Any]:
     build(out / "whole", "PPO", model, settings).train()
     note = NoteCritic()
     note.trainer = build(out / "resumed", "PPO", model, settings, callbacks=[note])
+    heard = Heard()
+    logging.getLogger("trl_qurl").addHandler(heard)
     checkpoint = out / "whole" / "checkpoint-2"
     note.trainer.train(resume_from_checkpoint=str(checkpoint))
     stored = load_file(checkpoint / "critic" / "model.safetensors")
-    is_loaded = all(torch.equal(stored[name], note.begun[name]) for name in stored)
-    return {"critic_is_loaded": is_loaded}
+    return {
+        "said": [text for text in heard.said if "scheduler.pt" in text],
+        "critic_is_loaded": all(torch.equal(stored[name], note.begun[name]) for name in stored),
+    }
 
 
 def best(out: Path) -> dict[str, Any]:

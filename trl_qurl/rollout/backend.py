@@ -102,7 +102,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
 
     sync: WeightSync  # keeps the engine at the policy's weights
     cost: RolloutCost  # since it was last taken
-    samples: Samples  # the latest
+    samples = Samples([], [], [], None, False)  # the latest
     context: int  # tokens of a prompt and its completion that the engine holds
     runner: str = ""  # vLLM's model runner, "V1" or "V2", once the engine runs
     # Prompts without the tokens that stand for their images, by prompt as the trainer scores it.

@@ -31,7 +31,12 @@ from trl_qurl.trainers.checks.guard import MismatchGuard
 from trl_qurl.trainers.checks.learning import LearningWatch
 from trl_qurl.trainers.checks.listed_tokens import warn_of_cuts
 from trl_qurl.trainers.checks.policy import PolicyCheck
-from trl_qurl.trainers.checks.resuming import check_policy, check_resumed, complete_checkpoint
+from trl_qurl.trainers.checks.resuming import (
+    check_policy,
+    check_resumed,
+    complete_checkpoint,
+    reading,
+)
 from trl_qurl.trainers.resuming import is_sharded, load_policy
 from trl_qurl.trainers.saving import save_quantized
 from trl_qurl.trainers.scoring import Rollout
@@ -254,15 +259,19 @@ class QuantizedEngineMixin(TRLTrainer):
         self._save_rest(Path(output_dir))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None:
+        if checkpoint is None:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        with reading(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
             check_resumed(self, Path(checkpoint))
             self._load_rest(Path(checkpoint))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         checkpoint = Path(resume_from_checkpoint)
-        if is_sharded(self.accelerator) or not load_policy(self.model, checkpoint):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        with reading(checkpoint):
+            if is_sharded(self.accelerator) or not load_policy(self.model, checkpoint):
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
         best = Path(self.state.best_model_checkpoint)

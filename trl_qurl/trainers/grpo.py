@@ -107,13 +107,15 @@ class QuRLGRPOTrainer(GroupRolloutsMixin, GRPOTrainer):
         if logps is None:
             if self.args.vllm_importance_sampling_correction:
                 way = (
-                    "return a list for each completion, of one number per token (the third result "
-                    "of trainer.vllm_generation.generate has a list per token: take its first)"
+                    "return a list for each completion (the third result of "
+                    "trainer.vllm_generation.generate)"
                 )
                 raise ValueError(
                     f"rollout_func returned logprobs=None, but the objective needs them: {way}."
                 )
             return generated
+        if self.rollout_func is not None:  # may return the engine's lists, of one number each
+            logps = [[one[0] if isinstance(one, list) else one for one in row] for row in logps]
         return generated._replace(logprobs=valid_logps(logps))
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -7,6 +7,8 @@ leaves them as they are and logs their names.
 """
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +84,18 @@ def is_complete(checkpoint: Path) -> bool:
     except (OSError, ValueError):
         return False
     return True
+
+
+@contextmanager
+def reading(checkpoint: Path | str) -> Iterator[None]:
+    """Name the checkpoint in errors of libraries about its files, which may be damaged."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(
+            f"{checkpoint} was being loaded: if it is damaged, resume from an earlier checkpoint."
+        )
+        raise
 
 
 def check_resumed(trainer: Any, checkpoint: Path) -> None:
