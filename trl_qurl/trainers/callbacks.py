@@ -58,7 +58,11 @@ class RolloutCallback(TrainerCallback):
     trainer: Any  # a weak proxy, so deleting a trainer frees its engine
 
     def record(self, metrics: dict[str, float]) -> None:
-        """Log numbers with those of the trainer, as means until the next row."""
+        """Log numbers with those of the trainer, as means until the next row.
+
+        Args:
+            metrics: By name.
+        """
         self.trainer._record(metrics)
 
     def on_arguments(self, args: TrainingArguments, arguments: dict[str, Any]) -> None:
