@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from trl_qurl import QuRLGRPOTrainer
 from trl_qurl.rollout.checks.hardware import WORTH_COMPILING
 from trl_qurl.trainers.arguments import rollout_settings
+from trl_qurl.trainers.callbacks import RolloutCallback
 from trl_qurl.trainers.checks.arguments import check_plain_answers
 from trl_qurl.trainers.run_log import RUN_LOG, begin_log, end_log
 
@@ -322,3 +323,39 @@ def test_a_run_on_a_cpu_that_is_too_short_is_not_compiled(changed, eager, tmp_pa
     assert rollout_settings(args).vllm_engine_kwargs.get("enforce_eager") is eager
     monkeypatch.setattr(gpu, lambda: (9, 0))
     assert not rollout_settings(args).vllm_engine_kwargs.get("enforce_eager")
+
+
+class Told(RolloutCallback):
+    """Keeps which events came."""
+
+    def __init__(self):
+        self.events = []
+
+    def on_arguments(self, args, arguments):
+        assert arguments["args"] is args
+        self.events.append("arguments")
+
+    def on_models(self):
+        self.events.append(type(self.trainer.model).__name__)
+
+    def on_engine(self):
+        self.events.append(self.trainer.vllm_generation.context)
+
+
+@pytest.mark.parametrize("given", [Told, Told()], ids=["class", "instance"])
+def test_checks_of_users_get_the_events_of_the_start(given, built):
+    trainer = built(callbacks=[given])
+    told = trainer.pop_callback(Told)
+    assert told.events == ["arguments", "Qwen2ForCausalLM", 20]
+
+
+def test_a_damaged_checkpoint_is_named(built, tmp_path):
+    trainer = built()
+    checkpoint = tmp_path / "checkpoint-1"
+    trainer.model.save_pretrained(checkpoint)
+    weights = checkpoint / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    with pytest.raises(Exception) as error:  # noqa: PT011  # of whichever library reads it
+        trainer._load_from_checkpoint(str(checkpoint))
+    [note] = error.value.__notes__
+    assert str(checkpoint) in note and "earlier checkpoint" in note

@@ -33,6 +33,7 @@ from trl_qurl.objective import OBJECTIVES
 from trl_qurl.rollout import sync
 from trl_qurl.rollout.errors import SyncError
 from trl_qurl.rollout.mismatch import mismatch_metrics, mismatch_sums
+from trl_qurl.trainers.callbacks import RolloutCallback
 from trl_qurl.trainers.checks.guard import MismatchGuard
 from trl_qurl.trainers.checks.learning import LearningWatch
 from trl_qurl.trainers.grpo import has_dropout
@@ -499,6 +500,32 @@ def test_a_rollout_function_may_do_without_the_engine(logps, trainer, monkeypatc
     trainer._end_rollout({})
     assert trainer.vllm_generation.sync.needs_proof, "nothing was sampled"
     trainer.vllm_generation.sync.needs_proof = False
+
+
+class Keeps(RolloutCallback):
+    def __init__(self):
+        self.rollouts = []
+
+    def on_rollout(self, rollout):
+        self.rollouts.append(rollout)
+        self.record({"kept": float(len(self.rollouts))})
+
+
+def test_a_callback_reads_a_rollout_and_logs(trainer, monkeypatch):
+    kept = Keeps()
+    trainer.add_callback(kept)
+    trainer._metrics["train"].clear()
+    trainer._metrics["train"]["older"].append(1.0)
+    for _ in range(2):
+        monkeypatch.setattr(trainer, "_step", 0)
+        trainer.training_step(trainer.model, ROWS, None)
+    trainer.remove_callback(kept)
+    trainer.model.zero_grad()
+    assert trainer._metrics["train"]["kept"] == [1.0, 2.0]
+    first, second = kept.rollouts
+    assert first.version != "" and first.samples is not second.samples
+    assert "reward" in first.metrics and "older" not in first.metrics
+    assert first.cost.tokens == sum(map(len, first.samples.completions))
 
 
 def test_weights_that_no_sync_has_sent_are_sent_before_tokens_are_sampled(trainer, monkeypatch):
