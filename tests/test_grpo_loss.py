@@ -200,10 +200,17 @@ def test_evaluation_uses_the_same_loss(trainer, batch):
 def test_the_guard_judges_evaluations(trainer, batch):
     logps = batch["old_per_token_logps"].repeat(16, 1)
     learned = batch["completion_mask"].bool().repeat(16, 1)
+    sync = trainer.vllm_generation.sync
+    trainer.vllm_generation.sync_weights()
+    due = []  # a proof, by rollout: what is contradicted between two of them asks for one
     with losses.evaluating(trainer):
         for behavior in (logps, logps + 1.0):
+            sync.needs_proof = False
             trainer._mismatch.add(logps, behavior, learned, CAP)
             trainer._record_mismatch()
+            due.append(sync.needs_proof)
+    sync.needs_proof = False
+    assert due == [False, True]
     trainer.pop_callback(MismatchGuard)
     trainer.add_callback(MismatchGuard(trainer.args))
     assert trainer._metrics["eval"]["mismatch/guard"] == [0, 1]

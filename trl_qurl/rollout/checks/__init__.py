@@ -1,1 +1,1 @@
-"""Checks of a policy before it is sent, and of what arrived: nobody has to open this room."""
+"""What can work, and whether a sync worked: nobody has to open this room."""
