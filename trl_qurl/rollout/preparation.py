@@ -26,7 +26,7 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by accelerate's `m
 
 @dataclass(frozen=True)
 class RolloutSettings:
-    """What rollouts need of a trainer's config, whose attributes have the same names.
+    """Settings that rollouts take from a trainer's config, under the same names.
 
     The config's docstring describes them. Config objects stop at the trainers.
     """

@@ -1,4 +1,4 @@
-"""What functions of TRL return, by name: an element more or less is a `TypeError`."""
+"""Results of TRL's functions, by name: an element more or less is a `TypeError`."""
 
 from __future__ import annotations
 

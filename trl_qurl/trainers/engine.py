@@ -171,7 +171,7 @@ class QuantizedEngineMixin(TRLTrainer):
         recorded = {name: len(values) for name, values in self._metrics[self._mode].items()}
         inputs = super()._prepare_inputs(generation_batch)
         if not generation.cost.is_zero:  # else TRL had this batch already
-            if self._rollout is before:  # a trainer that begins none by itself
+            if self._rollout is before:  # the trainer has not begun one
                 self._rollout = Rollout(generation)
             self._end_rollout(recorded)
         self._step_timer.started += time.perf_counter() - started  # not a part of the update

@@ -1,4 +1,4 @@
-"""What transformers' loader would miss when a run resumes; `checks/resuming.py` proves the rest."""
+"""Loads what transformers would miss when a run resumes; `checks/resuming.py` proves the rest."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What is scored: passes of the policy, one rollout, what is learned from, metrics of an update."""
+"""Passes of the policy, the rollout that they score, and metrics of an update."""
 
 import functools
 import math
@@ -65,7 +65,7 @@ class LossPass(PolicyPass):
 
 
 class Rollout(PolicyPass):
-    """What this process knows of a rollout: made when it begins, and filled as it goes on.
+    """One rollout as this process sees it: made when it begins, and filled in later.
 
     `logps` are the policy's, if a pass in advance scores it (otherwise the reference model's may be
     there, and nobody reads them).
@@ -93,9 +93,9 @@ class Rollout(PolicyPass):
 
     @functools.cached_property
     def samples(self) -> Samples:
-        """What the engine sampled in this process; of several rounds or turns, what is scored.
+        """This process's samples, read once after generation: with dynamic sampling, the batch.
 
-        With a `rollout_func` or tools, that is the last turn. It is read once, after generation.
+        With tools or a `rollout_func`, they are those of the last turn.
         """
         return self._generation.samples if self.filled is None else self.filled.as_samples()
 

@@ -1,4 +1,4 @@
-"""What the configurations refuse: nobody has to open this room to know the settings.
+"""Refusals of configurations: nobody has to open this room to know the settings.
 
-A refusal names what was given, says why it cannot work, and names the way out.
+A refusal names the values, says why they cannot work, and shows the way out.
 """

@@ -1,4 +1,4 @@
-"""Sampling settings that cannot work, and those that make the importance ratio wrong.
+"""Sampling settings that cannot work, or that make the importance ratio wrong.
 
 The engine reports log-probabilities of the distribution it sampled from. The trainer follows
 `temperature` and, where it can, `CUTTING` (`trainers/listed_tokens.py`), but nothing else:
@@ -41,7 +41,7 @@ CUTTING = ("top_k", "top_p", "min_p", REGEX, "structured_outputs")
 
 
 def check_sampling(config: Any, stacklevel: int) -> None:
-    """Refuse sampling settings that cannot work, and warn of those that make the ratio wrong."""
+    """Refuse sampling settings that cannot work; warn if some make the ratio wrong."""
     if config.temperature < LOWEST_TEMPERATURE:
         raise ValueError(
             f"temperature is {config.temperature!r}, but must be at least {LOWEST_TEMPERATURE}, to "

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hint
 
 
 class Limit(NamedTuple):
-    """What a number must be; `None` passes."""
+    """A requirement for a number; `None` passes."""
 
     is_allowed: Callable[[Any], bool]
     requirement: str  # the same in words

@@ -1,4 +1,4 @@
-"""What a new checkpoint may replace."""
+"""Checks of a directory that a new checkpoint would replace."""
 
 import os
 from pathlib import Path
@@ -9,7 +9,7 @@ from trl_qurl.paths import home_advice
 def check_replaceable(path: str | os.PathLike[str]) -> None:
     """Raise `FileExistsError` if `path` holds something other than a quantized checkpoint.
 
-    Raises `ValueError` for a `~`, which would become the name of a directory.
+    Raises `ValueError` for a `~`: it would become the name of a directory.
     """
     path = Path(path)
     if path.parts[:1] == ("~",):

@@ -1,4 +1,4 @@
-"""What cannot be planned: patterns, layers and formats that do not fit each other."""
+"""Refusals of plans: patterns, layers and formats that do not fit each other."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +14,7 @@ from trl_qurl.quantization.scheme import HEAD, QuantizationScheme, Rule
 
 
 def check_patterns(patterns: Any, name: str) -> None:
-    """Raise `ValueError` for a pattern that is no text, or no regular expression after `re:`."""
+    """Raise `ValueError` for a pattern that isn't text, or a regular expression after `re:`."""
     if not isinstance(patterns, list | tuple):
         raise ValueError(f"{name} is {patterns!r}, but must be a list of patterns, or [] for none.")
     for pattern in patterns:

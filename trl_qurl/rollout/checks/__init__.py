@@ -1,1 +1,1 @@
-"""What can work, and whether a sync worked: nobody has to open this room."""
+"""Checks of a machine, a policy and a sync: nobody has to open this room."""

@@ -1,4 +1,4 @@
-"""Whether an adapter can be sent without its base, and its base be rounded in the trainer."""
+"""Checks of an adapter: can it be sent alone, and can the trainer round its base?"""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Whether a policy is as it was when its weights were sent."""
+"""Fingerprints of a policy, which change with its weights."""
 
 from typing import Any, NamedTuple
 
@@ -10,14 +10,14 @@ from trl_qurl.rollout.checks.tensors import as_words
 
 
 class Changes(NamedTuple):
-    """What torch and PEFT count and know, without a look at the weights."""
+    """Counts of torch and settings of PEFT, without a look at the weights."""
 
     counters: list[int]  # of changes, by parameter; writing to `.data` counts none
     adapters: list[str]  # which are active, and how strongly
 
 
 class Fingerprint(NamedTuple):
-    """What tells a policy's weights from later ones."""
+    """A summary that tells a policy's weights from later ones."""
 
     changes: Changes
     sums: bytes  # of the bits of each row of each parameter

@@ -1,4 +1,4 @@
-"""What vLLM can run on this machine: kernels that work on its GPU, or layers on its CPU."""
+"""Limits of vLLM on this machine: kernels that work on its GPU, layers on its CPU."""
 
 import importlib.util
 import logging

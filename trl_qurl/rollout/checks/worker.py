@@ -1,4 +1,4 @@
-"""What a worker reports, so that a trainer can compare what was sent with what arrived."""
+"""Reports of a worker, with which a trainer compares the weights that it has sent."""
 
 import time
 from pathlib import Path

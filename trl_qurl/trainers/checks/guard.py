@@ -141,7 +141,7 @@ class MismatchGuard(RolloutCallback):
         self._drift_limits = dict(DRIFT)
         if args.importance_cap is not None and args.importance_cap < SMALLEST_CAP:
             del self._drift_limits[TAIL]
-        self._largest: float | None = None  # KL so far, of those that are usual
+        self._largest: float | None = None  # usual KL so far
         self._recent: deque[Mapping[str, float]] = deque(maxlen=WINDOW)  # rollouts of training
         self._quiet = WINDOW  # training rollouts since the latest finding
 
@@ -281,7 +281,7 @@ class MismatchGuard(RolloutCallback):
             values = [sign * row[name] for row in self._recent]
             values = [value if math.isfinite(value) else math.inf for value in values]
             value = median(values)
-            # Two of 160 tokens, in three rollouts of five, are no tail.
+            # Two of 160 tokens, in three rollouts of five, are not a tail.
             is_sparse = name == TAIL and fmean(values) < limit
             if value >= sign * limit and not is_sparse:
                 text = f"the median of {name} is {sign * value:.3g} (threshold {limit:g})"

@@ -1,4 +1,4 @@
-"""What a run resumes from is complete, and what it has loaded is what was saved.
+"""Checks of a resume: is the checkpoint complete, and did the run load what was saved?
 
 transformers looks for the last checkpoint by its name, complete or not. It loads the adapters of
 subdirectories, such as TRL's `ref/` and our `critic/`, instead of the policy's own; and where a

@@ -1,4 +1,4 @@
-"""What an error of a reward function, or of TRL about what it returned, leaves out."""
+"""A note for errors of reward functions: the arguments that they get, and the result."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
