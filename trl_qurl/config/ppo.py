@@ -30,8 +30,8 @@ class QuRLPPOConfig(QuRLGRPOConfig):
         value_clip_range: How far a value may move from its rollout-time estimate before its loss is
             clipped, in units of reward (verl). `None` for no clipping.
         critic_warmup_steps: Number of initial optimizer steps in which only the critic learns. The
-            policy's schedule counts them. Under DeepSpeed, the policy's optimizer counts them,
-            too, and `weight_decay` acts on it all the same.
+            policy's schedule counts them. Under DeepSpeed, `weight_decay` acts on the policy all
+            the same.
         critic_learning_rate: Constant learning rate of the critic, as in the paper's GSM8K run and
             verl.
 

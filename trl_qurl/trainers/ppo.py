@@ -128,9 +128,15 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
     def compute_loss(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the policy's loss, as the parent does, and 0 during the critic's warmup."""
         loss = super().compute_loss(*args, **kwargs)
-        if self.model.training and self.state.global_step < self.args.critic_warmup_steps:
+        warmup = self.args.critic_warmup_steps
+        if not self.model.training or self.state.global_step > warmup or warmup == 0:
+            return loss
+        if self.state.global_step < warmup:
             # DeepSpeed steps before `CriticWarmupCallback` clears the gradients.
             return loss * 0.0
+        if self.is_deepspeed_enabled:
+            # AdamW has counted those steps, which would change the size of the first real ones.
+            self.optimizer.state.clear()
         return loss
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
