@@ -119,7 +119,8 @@ class MismatchTally:
         known = values[~values.isnan()] if values.isfinite().any() else values.new_zeros(1)
         here = torch.stack([known.mean(), known.max(), known.min()]).unsqueeze(0)
         mean, largest, least = self._accelerator.gather(here).unbind(1)  # (processes,) each
-        return Summary(mean.mean().item(), largest.max().item(), least.min().item())
+        summary = torch.stack([mean.mean(), largest.max(), least.min()])
+        return Summary(*summary.tolist())  # one wait for the device
 
     def pop(self) -> dict[str, float]:
         """Return the metrics of the whole rollout, and start over. A collective operation.
