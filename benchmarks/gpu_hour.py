@@ -20,7 +20,6 @@ GPU does not hold several trainers. The durations are guesses.
 import argparse
 import importlib.util
 import json
-import math
 import os
 import shlex
 import shutil
@@ -44,6 +43,7 @@ from trl_qurl.lab.processes import ChildFailure, last_lines, run_child
 PACKAGES = ("vllm", "peft", "matplotlib", "rich", "pytest")
 OK, FAILED, SKIPPED = "ok", "failed", "skipped"
 PATIENCE = 2.0  # how many times its estimate a part may take, if there is time
+IN_REHEARSALS = 20.0  # the same; the estimates are those of a GPU
 LARGEST = 10**6  # bytes of a file in the archive: logs, figures and pictures are smaller
 
 
@@ -111,8 +111,7 @@ def run_plan(
     """Run the remaining parts that fit into the time, and save the results after each one."""
     results = record["parts"]
     deadline = time.monotonic() + 60 * minutes
-    # On a CPU, where parts are rehearsed, the estimates mean nothing.
-    patience = math.inf if record["rehearsal"] else PATIENCE
+    patience = IN_REHEARSALS if record["rehearsal"] else PATIENCE
     for part in parts:
         left = max(0.0, deadline - time.monotonic())
         if results.get(part.name, {}).get("status") == OK:

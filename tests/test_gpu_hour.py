@@ -57,7 +57,7 @@ def test_failures_are_recorded_and_a_second_run_repeats_only_them(gpu_hour, tmp_
 
     def run(*parts):
         plan = [gpu_hour.Part(name, command, 5) for name, command in parts]
-        plan += [gpu_hour.Part("sync-0.5B", ["-c", HANG], 0.6)]
+        plan += [gpu_hour.Part("sync-0.5B", ["-c", HANG], 0.1)]
         plan += [gpu_hour.Part("steps-7B-512-bf16", [], 5, memory_gb=10**6)]
         monkeypatch.setattr(gpu_hour.Plan, "parts", lambda plan_of: plan)
         options = ["--rehearse", "--minutes", "2", "--archive", str(tmp_path / "all.tgz")]
@@ -101,7 +101,7 @@ def test_a_part_that_does_not_fit_gives_way_to_the_next(gpu_hour, tmp_path, monk
 
 
 def test_on_a_gpu_a_part_is_killed_after_twice_its_estimate(gpu_hour, tmp_path):
-    """In a rehearsal, its limit is the time that is left."""
+    """A rehearsal leaves it more, but never more than the time that is left."""
     for rehearsal, killed in ((False, "Killed after 2 seconds."), (True, "Killed after 4 seconds")):
         record = {"hardware": "", "date": "", "commit": "", "versions": {}, "parts": {}}
         record["rehearsal"] = rehearsal
