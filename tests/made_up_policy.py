@@ -9,7 +9,7 @@ import torch
 from accelerate import Accelerator
 
 from trl_qurl.advantages import weighted_sum
-from trl_qurl.rollout.backend import Samples
+from trl_qurl.rollout.samples import Listing, Samples
 from trl_qurl.trainers.dynamic_sampling import DynamicSampler, FilledBatch, PromptStream
 
 ROWS = [{"prompt": f"question {number}", "number": number} for number in range(60)]
@@ -60,8 +60,8 @@ class MadeUpPolicy:
         texts = [f"{prompt}, answer {place}" for prompt, place in zip(prompts, places, strict=True)]
         ids = [[ord(character) for character in text] for text in texts]
         logps = [[-1.0] * len(line) for line in ids]
-        listed = [[[logp] for logp in line] for line in logps]
-        samples = Samples([[1]] * len(prompts), ids, listed, None, has_images=False)
+        listings = [Listing.of(*rows, len(rows[0])) for rows in zip(logps, ids, strict=True)]
+        samples = Samples([[1]] * len(prompts), ids, listings, has_images=False)
         self.vllm_generation = SimpleNamespace(samples=samples)
         return [[1]] * len(prompts), ids, None, texts, logps, {}, None, []
 

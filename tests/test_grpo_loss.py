@@ -31,6 +31,7 @@ from trl_qurl import QuRLGRPOTrainer, QuRLPPOTrainer
 from trl_qurl.config import CLIPPED_LOSS_TYPES
 from trl_qurl.objective import OBJECTIVES
 from trl_qurl.rollout import sync
+from trl_qurl.rollout.engine.randomness import EngineNoise
 from trl_qurl.rollout.errors import SyncError
 from trl_qurl.rollout.mismatch import mismatch_metrics, mismatch_sums
 from trl_qurl.trainers.callbacks import RolloutCallback
@@ -439,7 +440,7 @@ def test_the_mismatch_is_that_of_one_whole_rollout(trainer, monkeypatch):
     trainer.model.zero_grad()
 
 
-@pytest.mark.parametrize("value", [None, -math.inf, math.inf, -9999.0])
+@pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf, -9999.0])
 @pytest.mark.parametrize("objective", ["decoupled", "trl"])
 def test_a_token_without_a_log_probability_is_left_out(objective, value, trainer, monkeypatch):
     monkeypatch.setattr(trainer.args, "objective", objective)
@@ -463,7 +464,7 @@ def test_a_rollout_with_too_many_such_tokens_is_an_error(trainer, monkeypatch):
 
 def test_a_rollout_whose_tokens_the_engine_could_not_score_is_an_error(trainer, monkeypatch):
     one_update_per_rollout(trainer, monkeypatch)
-    give_invalid_logps(trainer, monkeypatch, None)
+    give_invalid_logps(trainer, monkeypatch, math.nan)
     trainer.vllm_generation.sync_weights()
     trainer.vllm_generation.sync.needs_proof = False  # which would raise the same at once
     # The step that fails is not counted: put the count back for the tests that share the trainer.
@@ -507,6 +508,35 @@ def test_a_rollout_function_may_do_without_the_engine(logps, trainer, monkeypatc
     trainer._end_rollout({})
     assert trainer.vllm_generation.sync.needs_proof, "nothing was sampled"
     trainer.vllm_generation.sync.needs_proof = False
+
+
+def test_vllm_makes_no_text_unless_it_must_or_is_asked(trainer, monkeypatch):
+    generation = trainer.vllm_generation
+    texts = []
+    generate = generation.llm.generate
+
+    def watched(*args, **kwargs):
+        outputs = generate(*args, **kwargs)
+        texts.append("".join(output.outputs[0].text for output in outputs))
+        return outputs
+
+    monkeypatch.setattr(generation.llm, "generate", watched)
+
+    def completions(**given):
+        monkeypatch.setattr(generation, "generation_kwargs", given)
+        monkeypatch.setattr(generation, "_noise", EngineNoise(0, 0))  # the same each time
+        result = generation.generate([[5, 6]] * 4, None, 4)
+        return result.completion_ids, result.logprobs
+
+    plain, logps = completions()
+    assert texts == [""]
+    assert completions(detokenize=True) == (plain, logps)
+    assert completions(stop=[]) == (plain, logps)
+    assert texts[1] and not texts[2]
+    sign = trainer.processing_class.decode(plain[0][3:4])
+    stopped, _ = completions(stop=[sign], include_stop_str_in_output=True)
+    text = trainer.processing_class.decode(stopped[0])
+    assert text.endswith(sign) and text.count(sign) == 1 and len(stopped[0]) < len(plain[0])
 
 
 class Keeps(RolloutCallback):

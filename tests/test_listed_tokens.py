@@ -1,6 +1,7 @@
 """The policy's log-probabilities over the tokens that sampling settings leave: by brute force."""
 
 import copy
+import itertools
 import math
 from types import SimpleNamespace
 
@@ -13,8 +14,11 @@ from support.losses import ROWS, assert_close, gradients, our_loss
 from tiny import ENGINE, tiny_model, tiny_tokenizer
 from trl import GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head
+from vllm.logprobs import FlatLogprobs
 
 from trl_qurl import QuRLGRPOTrainer, QuRLRLOOTrainer
+from trl_qurl.rollout.results import Completions
+from trl_qurl.rollout.samples import Listing, read_lists, read_outputs
 from trl_qurl.trainers import listed_tokens
 from trl_qurl.trainers.checks.samples import mismatch_of_samples
 from trl_qurl.trainers.listed_tokens import (
@@ -193,22 +197,25 @@ def test_a_loss_that_scores_its_own_rollout_follows_the_cuts(trainer, monkeypatc
 
 
 def test_lists_as_the_engine_returns_them():
-    """A sampled token beyond the K likeliest, cut tokens of an engine and of a server, no value for
-    the sampled one, a shorter completion, and what is left of the mass.
+    """A sampled token beyond the K likeliest, one that is listed again, tokens that were cut, no
+    value for the sampled one, a shorter completion, and what is left of the mass.
     """
-    half = math.log(0.5)
-    listings = [
-        (
-            [[math.log(0.1), half], [half, half, -math.inf], [half, -9999.0]],
-            [[7, 3], [4, 5, 6], [8, 9]],
-        ),
-        ([[None, half]], [[7, 3]]),
-        ([], []),
-    ]
+    half, tenth, none = math.log(0.5), math.log(0.1), -math.inf
+    flat = FlatLogprobs()
+    for ids, logps in (
+        ([7, 3, 4], [tenth, half, none]),
+        ([4, 4, 5], [half, half, half]),
+        ([8, 8, 9], [half, half, none]),
+    ):
+        flat.append_fast(ids, logps, itertools.repeat(1), itertools.repeat(None))
+    shorter = FlatLogprobs()
+    shorter.append_fast([7, 3], [math.nan, half], itertools.repeat(1), itertools.repeat(None))
+    outputs = [SimpleNamespace(logprobs=each) for each in (flat, shorter, FlatLogprobs())]
+    listings, _ = read_outputs([SimpleNamespace(outputs=outputs)])
     listed = list_tokens(listings, length=4, device=torch.device("cpu"))
     nothing = [-1, -1, -1]
     assert listed.listed_ids.tolist() == [
-        [[7, 3, -1], [4, 5, -1], [8, -1, -1], nothing],
+        [[7, 3, -1], [4, -1, 5], [8, -1, -1], nothing],
         [nothing] * 4,
         [nothing] * 4,
     ]
@@ -217,8 +224,26 @@ def test_lists_as_the_engine_returns_them():
     mask = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]).bool()
     doubled = listed.metrics(mask, lambda sums: sums * torch.tensor([1.0, 2.0]))
     assert doubled == {"mismatch/unlisted_mass": pytest.approx(0.4 / 4)}
-    empty = list_tokens([([], []), ([], [])], length=2, device=torch.device("cpu"))
+    none_at_all = [Listing.of([], [], 0)] * 2
+    empty = list_tokens(none_at_all, length=2, device=torch.device("cpu"))
     assert empty.metrics(mask[:2, :2], lambda sums: sums) == {"mismatch/unlisted_mass": 0.0}
+
+
+def test_lists_as_a_server_sorts_them():
+    """The sampled token goes first, whatever its place; one more list is longer; a cut token."""
+    half, quarter = math.log(0.5), math.log(0.25)
+    lists = Completions(
+        prompt_ids=[],
+        completion_ids=[[3, 9], []],
+        logprobs=[[[half, quarter], [half, -9999.0, None]], []],
+        logprob_token_ids=[[[7, 3], [7, 4, 9]], []],
+    )
+    several, empty = read_lists(lists, 8)
+    assert several.ids.tolist() == [[3, 7, 3], [9, 7, 4]]
+    expected = torch.tensor([[quarter, half, quarter], [math.nan, half, math.nan]])
+    torch.testing.assert_close(several.logps, expected, equal_nan=True)
+    assert empty.ids.shape == (0, 1)
+    assert [each.ids.tolist() for each in read_lists(lists, 0)] == [[[3], [9]], []]
 
 
 def test_tokens_beyond_the_list_have_the_actors_share(trainer, monkeypatch):

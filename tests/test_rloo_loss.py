@@ -151,11 +151,9 @@ def test_a_rollout_is_scored_by_the_policy_and_measured_against_the_engine(train
     # Scoring passes over other rows at once, and so rounds otherwise; the reference model is far
     # off.
     torch.testing.assert_close(proximal_logps[mask], policy_logps[mask], rtol=0, atol=1e-4)
-    sampled = [logp for row in trainer.vllm_generation.samples.behavior_logps for logp in row]
+    sampled = torch.cat([logps for logps, _ in trainer.vllm_generation.samples.listings])
     behavior_logps = batch["sampling_per_token_logps"]
-    torch.testing.assert_close(
-        behavior_logps[mask], torch.tensor(sampled).squeeze(1), rtol=0, atol=0
-    )
+    torch.testing.assert_close(behavior_logps[mask], sampled.squeeze(1), rtol=0, atol=0)
     sums, largest = mismatch_sums(proximal_logps, behavior_logps, mask, CAP)
     logged = {name: values[-1] for name, values in trainer._metrics["train"].items()}
     for name, value in mismatch_metrics(sums, largest.item()).items():
@@ -170,6 +168,6 @@ def test_tokens_without_a_log_probability_are_left_out_or_an_error(trainer, monk
     inputs = trainer._objective_inputs(batch, batch["old_per_token_logps"])
     weights = inputs["importance_sampling_ratio"]
     assert weights[0, 0] == 1 and weights.isfinite().all()
-    give_invalid_logps(trainer, monkeypatch, None)
+    give_invalid_logps(trainer, monkeypatch, math.nan)
     with pytest.raises(RuntimeError, match=r"for 100\.0% of this rollout's tokens"):
         trainer._generate_and_score_completions(ROWS)

@@ -9,9 +9,9 @@ from accelerate import Accelerator
 from tiny import tiny_model
 
 from trl_qurl.quantization import SCHEMES
-from trl_qurl.rollout.backend import Samples
 from trl_qurl.rollout.cost import RolloutCost
 from trl_qurl.rollout.mismatch import MismatchTally, mismatch_metrics, mismatch_sums
+from trl_qurl.rollout.samples import Listing, Samples
 from trl_qurl.trainers.checks import samples as module
 from trl_qurl.trainers.checks.samples import scored_samples
 from trl_qurl.trainers.dynamic_sampling import FilledBatch, Sample
@@ -109,11 +109,17 @@ def trainer_of(policy, temperature=1.0):
     return SimpleNamespace(model=policy, vllm_generation=generation, _listed_count=0)
 
 
+def samples_of(prompts, completions, behavior_logps):
+    rows = zip(behavior_logps, completions, strict=True)
+    listings = [Listing.of(logps, ids, len(ids)) for logps, ids in rows]
+    return Samples(prompts, completions, listings, has_images=False)
+
+
 def test_samples_are_scored_as_the_policy_finds_them():
     policy = tiny_model(attention_dropout=0.5).train()
     prompts, completions = [[7, 8, 9], [5], [6, 7]], [[12, 13], [], [30]]
-    behavior = [[[-2.0], [None]], [], [[-9999.0]]]  # -9999: a server's stand-in for -inf
-    samples = Samples(prompts, completions, behavior, None, has_images=False)
+    behavior = [[-2.0, math.nan], [], [-9999.0]]  # -9999: a server's stand-in for -inf
+    samples = samples_of(prompts, completions, behavior)
     scored = list(scored_samples(trainer_of(policy, temperature=0.7), samples))
     assert policy.training, "the pass left the policy in evaluation mode"
     assert [each.proximal_logps.shape for each in scored] == [(1, 2), (1, 0), (1, 1)]
@@ -136,8 +142,8 @@ def test_a_few_samples_of_different_prompts_are_scored(monkeypatch):
     count = 4 * module.SCORED_SAMPLES  # four completions per prompt
     prompts = [[3 + number // 4] for number in range(count)]
     completions = [[4 + number] * 5 for number in range(count)]
-    behavior = [[[-float(number)]] * 5 for number in range(count)]
-    samples = Samples(prompts, completions, behavior, None, has_images=False)
+    behavior = [[-float(number)] * 5 for number in range(count)]
+    samples = samples_of(prompts, completions, behavior)
     scored = list(scored_samples(trainer_of(tiny_model()), samples))
     assert len(scored) == module.SCORED_SAMPLES
     assert [each.behavior_logps[0].tolist() for each in scored] == [
@@ -150,7 +156,7 @@ def test_a_few_samples_of_different_prompts_are_scored(monkeypatch):
 
 
 def test_a_rollout_that_is_kept_stays_what_it_was():
-    first, second = (Samples([[3]], [[token]], [[[-1.0]]], None, False) for token in (4, 5))
+    first, second = (samples_of([[3]], [[token]], [[-1.0]]) for token in (4, 5))
     generation = SimpleNamespace(samples=first, sync=SimpleNamespace(version="sync1"))
     kept = Rollout(generation)
     kept.end({"reward": 1.0}, RolloutCost(tokens=1))
@@ -161,10 +167,9 @@ def test_a_rollout_that_is_kept_stays_what_it_was():
 
 def test_samples_of_a_filled_rollout_are_those_of_its_batch():
     generation = SimpleNamespace(samples=None, sync=SimpleNamespace(version="sync1"))
-    listing = ([[-1.0, -2.0]], [[4, 9]])
+    listing = Listing.of([-1.0, -2.0], [4, 9], length=1)
     sample = Sample({}, [3], [4], "x", [-1.0], listing)
     rollout = Rollout(generation)
     rollout.filled = FilledBatch([sample], torch.ones(1, 1))
     rollout.end({}, RolloutCost())
-    assert rollout.samples == Samples([[3]], [[4]], [listing[0]], [listing[1]], False)
-    assert rollout.samples.listings() == [listing]
+    assert rollout.samples == Samples([[3]], [[4]], [listing], has_images=False)

@@ -111,15 +111,18 @@ def evaluating(trainer: Any) -> Iterator[None]:
 
 
 def give_invalid_logps(
-    trainer: Any, monkeypatch: pytest.MonkeyPatch, value: float | None, count: int | None = None
+    trainer: Any, monkeypatch: pytest.MonkeyPatch, value: float, count: int | None = None
 ) -> None:
-    """An engine whose log-probability of the first tokens is no number, or of all of them."""
-    sample = trainer.vllm_generation._sample
+    """vLLM's log-probability of the first tokens is no number, or that of all of them."""
+    llm = trainer.vllm_generation.llm
+    generate = llm.generate
 
-    def broken(*args: Any, **kwargs: Any) -> tuple:
-        output = sample(*args, **kwargs)
-        for place in [step for tokens in output[2] for step in tokens][:count]:
-            place[0] = value
-        return output
+    def broken(*args: Any, **kwargs: Any) -> list:
+        outputs = generate(*args, **kwargs)
+        flats = [each.logprobs for output in outputs for each in output.outputs]
+        places = [(flat.logprobs, start) for flat in flats for start in flat.start_indices]
+        for logps, place in places[:count]:
+            logps[place] = value
+        return outputs
 
-    monkeypatch.setattr(trainer.vllm_generation, "_sample", broken)
+    monkeypatch.setattr(llm, "generate", broken)

@@ -6,10 +6,10 @@ tensors any number of times. The parent's code still generates completions.
 """
 
 import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, is_peft_model
@@ -40,56 +40,19 @@ from trl_qurl.rollout.repairs.finalizer import release_when_deleted
 from trl_qurl.rollout.repairs.image_prompts import as_plain, check_seen
 from trl_qurl.rollout.results import Completions
 from trl_qurl.rollout.routes import AdapterRoute, Route, StreamRoute, choose, stream_metadata
+from trl_qurl.rollout.samples import (
+    Samples,
+    Tokens,
+    read_lists,
+    read_outputs,
+    sampled_logps,
+    sampling_arguments,
+)
 from trl_qurl.rollout.substitution import substitute
 from trl_qurl.rollout.sync import WeightSync
 from trl_qurl.rollout.wire import COMPILING, Engine, EngineDescription
 
 logger = get_logger(__name__)  # of the main process
-
-Tokens = list[list[int]]
-
-
-Listing = tuple[list[list[float | None]], list[list[int]]]
-"""Of a completion, a list for each token: of log-probabilities in nats, and of the tokens' ids, the
-sampled one first."""
-
-
-class Samples(NamedTuple):
-    """What this process's completions were sampled from, and how likely the actor found them."""
-
-    prompts: Tokens
-    completions: Tokens
-    # By token: those of the sampled one and of others that were asked for, in nats.
-    behavior_logps: list[list[list[float | None]]]
-    behavior_ids: list[list[list[int]]] | None  # these tokens
-    has_images: bool
-
-    @classmethod
-    def of(cls, result: Completions, prompts: Tokens, has_images: bool) -> "Samples":
-        """Return what the engine sampled from these prompts."""
-        ids = result.logprob_token_ids
-        return cls(prompts, result.completion_ids, result.logprobs, ids, has_images)
-
-    def listings(self) -> list[Listing]:
-        """Return what the engine listed for each completion."""
-        ids = self.behavior_ids or [[] for _ in self.behavior_logps]
-        return list(zip(self.behavior_logps, ids, strict=True))
-
-
-def sampled_first(result: Completions) -> Completions:
-    """Put the sampled token first in each list of tokens, which the engine sorts by likelihood.
-
-    TRL's trainers read the first.
-    """
-    of_completions = zip(
-        result.completion_ids, result.logprob_token_ids or (), result.logprobs, strict=True
-    )
-    for completion, id_lists, logp_lists in of_completions:
-        for sampled, ids, logps in zip(completion, id_lists, logp_lists, strict=True):
-            place = ids.index(sampled)
-            ids.insert(0, ids.pop(place))
-            logps.insert(0, logps.pop(place))
-    return result
 
 
 class QuantizedVLLMGeneration(VLLMGeneration):
@@ -102,7 +65,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
 
     sync: WeightSync  # keeps the engine at the policy's weights
     cost: RolloutCost  # since it was last taken
-    samples = Samples([], [], [], None, False)  # the latest
+    samples = Samples([], [], [], False)  # the latest
     context: int  # tokens of a prompt and its completion that the engine holds
     runner: str = ""  # vLLM's model runner, "V1" or "V2", once the engine runs
     # Prompts without the tokens that stand for their images, by prompt as the trainer scores it.
@@ -284,7 +247,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         if expands:
             sent = [as_plain(prompt, self.plain_prompts) for prompt in prompts]
         try:
-            with self._noise_of_generation():
+            with self._generating_here():
                 values = super().generate(
                     prompts=sent, images=images, num_generations=num_generations, **kwargs
                 )
@@ -296,16 +259,25 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         result = Completions(*values)
         if expands:
             check_seen(prompts, result.prompt_ids)
-        if self.rollout.listed and result.logprob_token_ids is not None:
-            result = sampled_first(result)
-        self.samples = Samples.of(result, prompts, has_images)
-        return result
+        listings: list[Any] = result.logprobs
+        if self.group.is_together:
+            listings = read_lists(result, self.rollout.listed)
+        self.samples = Samples(prompts, result.completion_ids, listings, has_images)
+        return result._replace(logprobs=sampled_logps(listings), logprob_token_ids=None)
 
-    def _noise_of_generation(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def _generating_here(self) -> Iterator[None]:
+        """Let a colocated engine generate inside, with noise of its own and no needless text."""
         if self._noise is None:
-            return nullcontext()
+            yield
+            return
         mode = "train" if self.model.training else "eval"
-        return self._noise.of_generation(self._global_step(), mode)
+        with (
+            self._noise.of_generation(self._global_step(), mode),
+            substitute(self, "generation_kwargs", sampling_arguments(self.generation_kwargs)),
+            substitute(vllm_generation, "extract_logprobs", read_outputs),
+        ):
+            yield
 
     def _reconnect(self) -> None:
         self.cost.recoveries += 1

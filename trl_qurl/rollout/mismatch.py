@@ -24,24 +24,13 @@ UNLIKELY = -2.0
 Number = TypeVar("Number", torch.Tensor, float)
 
 
-def valid_logps(logps: list[list[float | None]]) -> list[list[float | None]]:
-    """Replace log-probabilities that no sampled token can have with `None`.
+def valid_logps(logps: torch.Tensor) -> torch.Tensor:
+    """Replace log-probabilities that no sampled token can have with NaN: the objectives skip these.
 
-    TRL and the objectives skip these.
-
-    Args:
-        logps: The engine's log-probability of each token of each completion, in nats.
-
-    Returns:
-        The same values, with `None` for NaN, infinities, and a server's stand-in for -inf.
+    They are infinities, and a server's stand-in for -inf.
     """
-    return [list(map(_valid, row)) for row in logps]
-
-
-def _valid(logp: float | None) -> float | None:
-    if logp is None or not SERVED_MINUS_INFINITY < logp < math.inf:
-        return None
-    return logp
+    is_valid = (logps > SERVED_MINUS_INFINITY) & (logps < math.inf)
+    return logps.where(is_valid, math.nan)
 
 
 class Summary(NamedTuple):
@@ -130,7 +119,8 @@ class MismatchTally:
         known = values[~values.isnan()] if values.isfinite().any() else values.new_zeros(1)
         here = torch.stack([known.mean(), known.max(), known.min()]).unsqueeze(0)
         mean, largest, least = self._accelerator.gather(here).unbind(1)  # (processes,) each
-        return Summary(mean.mean().item(), largest.max().item(), least.min().item())
+        summary = torch.stack([mean.mean(), largest.max(), least.min()])
+        return Summary(*summary.tolist())  # one wait for the device
 
     def pop(self) -> dict[str, float]:
         """Return the metrics of the whole rollout, and start over. A collective operation.

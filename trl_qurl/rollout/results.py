@@ -10,7 +10,7 @@ class Completions(NamedTuple):
 
     prompt_ids: list[list[int]]
     completion_ids: list[list[int]]
-    logprobs: list[list[list[float | None]]]  # by token: of the sampled one and others, in nats
+    logprobs: Any  # by token: lists, of the sampled one and others, in nats
     logprob_token_ids: list[list[list[int]]] | None  # these tokens
 
 

@@ -18,8 +18,8 @@ from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 
-from trl_qurl.rollout.backend import Listing, Samples
 from trl_qurl.rollout.results import Generated
+from trl_qurl.rollout.samples import Listing, Samples
 
 logger = get_logger(__name__)  # logs in the main process only
 
@@ -116,8 +116,7 @@ class FilledBatch:
         return Samples(
             prompts=[sample.prompt_ids for sample in self.samples],
             completions=[sample.completion_ids for sample in self.samples],
-            behavior_logps=[sample.listing[0] for sample in self.samples],
-            behavior_ids=[sample.listing[1] for sample in self.samples],
+            listings=[sample.listing for sample in self.samples],
             has_images=False,
         )
 
@@ -214,7 +213,7 @@ def sample_batch(rows: list[dict[str, Any]], trainer: Any) -> FilledBatch:
     prompts = [row["prompt"] for row in rows]
     generated = Generated(*trainer._generate(prompts))
     completion_ids = generated.completion_ids
-    listings = trainer.vllm_generation.samples.listings()
+    listings = trainer.vllm_generation.samples.listings
     rewards = trainer._calculate_rewards(rows, prompts, generated.completions, completion_ids)
     trainer._pending_extra_logs.clear()  # of completions that the batch may not keep
     samples = []

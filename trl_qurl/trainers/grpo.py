@@ -18,7 +18,6 @@ from trl.trainer import grpo_trainer
 
 from trl_qurl.advantages import weighted_sum
 from trl_qurl.config import QuRLGRPOConfig
-from trl_qurl.rollout.mismatch import valid_logps
 from trl_qurl.rollout.results import Generated
 from trl_qurl.rollout.substitution import substitute
 from trl_qurl.trainers.dynamic_sampling import DynamicSampler, PromptStream
@@ -113,10 +112,9 @@ class QuRLGRPOTrainer(GroupRolloutsMixin, GRPOTrainer):
                 raise ValueError(
                     f"rollout_func returned logprobs=None, but the objective needs them: {way}."
                 )
-            return generated
-        if self.rollout_func is not None:  # may return the engine's lists, of one number each
+        elif self.rollout_func is not None:  # may return the engine's lists, of one number each
             logps = [[one[0] if isinstance(one, list) else one for one in row] for row in logps]
-        return generated._replace(logprobs=valid_logps(logps))
+        return generated._replace(logprobs=logps)
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         filled = self._rollout.filled

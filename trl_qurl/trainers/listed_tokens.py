@@ -25,8 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trl_qurl.config.checks.sampling import cutting_settings
 from trl_qurl.quantization.checkpoint_form import plain_model
-from trl_qurl.rollout.backend import Listing
-from trl_qurl.rollout.mismatch import valid_logps
+from trl_qurl.rollout.samples import Listing
 from trl_qurl.trainers.checks.listed_tokens import obstacle_of, warn_of_cuts
 
 MOST_LISTED = 64  # tokens per position; vLLM returns as many log-probabilities
@@ -82,23 +81,19 @@ def listed_inputs(inputs: Mapping[str, torch.Tensor]) -> ListedTokens | None:
 
 def list_tokens(listings: Sequence[Listing], length: int, device: torch.device) -> ListedTokens:
     """Return the engine's lists of B completions as tensors, padded to `length` tokens."""
-    width = max((len(token) for _, ids in listings for token in ids), default=1)
+    width = max((ids.size(1) for _, ids in listings), default=1)
     listed_ids = torch.full((len(listings), length, width), -1, dtype=torch.int32)
-    logps = torch.full((len(listings), length, width), -torch.inf)  # of the engine
+    logps = torch.full((len(listings), length, width), torch.nan)  # of the engine
     for i, (row_logps, row_ids) in enumerate(listings):
-        if row_ids:
-            listed_ids[i, : len(row_ids)] = _padded(row_ids, width, -1)
-            logps[i, : len(row_ids)] = _padded(valid_logps(row_logps), width, None)
-    is_cut = logps.isinf()
+        place = (i, slice(len(row_ids)), slice(row_ids.size(1)))
+        listed_ids[place] = row_ids.int()
+        logps[place] = row_logps
+    is_repeated = listed_ids == listed_ids[..., :1]
+    is_repeated[..., 0] = False
+    is_cut = logps.isnan() | is_repeated
     listed_ids.masked_fill_(is_cut | is_cut[..., :1], -1)  # nothing, without the sampled token
-    mass = logps.logsumexp(-1).clamp(max=0.0)
+    mass = logps.masked_fill(is_cut, -torch.inf).logsumexp(-1).clamp(max=0.0)
     return ListedTokens(listed_ids.to(device), mass.to(device))
-
-
-def _padded(rows: list[list[Any]], width: int, value: float | None) -> torch.Tensor:
-    """Return rows of numbers as a tensor, (len(rows), width); `None` becomes -inf."""
-    full = [[*row, *[value] * (width - len(row))] for row in rows]
-    return torch.tensor([[-torch.inf if x is None else x for x in row] for row in full])
 
 
 @contextmanager

@@ -12,7 +12,6 @@ from trl.trainer import rloo_trainer
 from trl.trainer.utils import pad
 
 from trl_qurl.config import QuRLRLOOConfig
-from trl_qurl.rollout.mismatch import valid_logps
 from trl_qurl.trainers.model_card import QURL
 from trl_qurl.trainers.rollouts import GroupRolloutsMixin
 from trl_qurl.trainers.scoring import Batch, learned_tokens
@@ -47,7 +46,7 @@ class QuRLRLOOTrainer(GroupRolloutsMixin, RLOOTrainer):
     _paper = QURL
 
     def _missing_logps(self, proximal_logps: torch.Tensor | None) -> Batch:
-        rows = [completion_logps(tokens) for tokens in self._rollout.samples.behavior_logps]
+        rows = [logps[:, 0] for logps, _ in self._rollout.samples.listings]
         behavior_logps = pad(rows, pad_to_multiple_of=self.pad_to_multiple_of)  # (B, T)
         return {
             "old_per_token_logps": proximal_logps,
@@ -66,16 +65,6 @@ class QuRLRLOOTrainer(GroupRolloutsMixin, RLOOTrainer):
     def _weigh(self, logps: torch.Tensor, inputs: Batch) -> torch.Tensor:
         weights = inputs.get("importance_sampling_ratio")
         return logps if weights is None else weigh_gradient(logps, weights)
-
-
-def completion_logps(tokens: list[list[float | None]]) -> torch.Tensor:
-    """Return the engine's log-probabilities of a completion's tokens, (T,), NaN where invalid.
-
-    The engine returns a list for each token, of the sampled one first.
-    """
-    sampled = [logps[0] for logps in tokens]
-    [logps] = valid_logps([sampled])
-    return torch.tensor([torch.nan if logp is None else logp for logp in logps])
 
 
 def weigh_gradient(logps: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

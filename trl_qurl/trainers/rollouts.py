@@ -27,9 +27,9 @@ from trl.data_utils import prepare_multimodal_messages
 from trl.trainer.utils import RepeatSampler
 
 from trl_qurl.objective import OBJECTIVES, TRL_LOSS, Objective, surrogate_terms
-from trl_qurl.rollout.backend import Tokens
 from trl_qurl.rollout.mismatch import MismatchTally
 from trl_qurl.rollout.repairs.image_prompts import plain_prompts
+from trl_qurl.rollout.samples import Tokens
 from trl_qurl.trainers import listed_tokens
 from trl_qurl.trainers.callbacks import RolloutCallback
 from trl_qurl.trainers.checks.prompts import DataCheck

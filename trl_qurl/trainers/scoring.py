@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from trl_qurl.objective import importance_ratio
-from trl_qurl.rollout.backend import QuantizedVLLMGeneration, Samples
+from trl_qurl.rollout.backend import QuantizedVLLMGeneration
 from trl_qurl.rollout.cost import RolloutCost
+from trl_qurl.rollout.samples import Samples
 from trl_qurl.trainers.dynamic_sampling import FilledBatch
 from trl_qurl.trainers.listed_tokens import ListedTokens, list_tokens
 
@@ -110,7 +111,7 @@ class Rollout(PolicyPass):
         """Return what the engine lists for completions that are padded to this length."""
         if self._has_lists and self.listed is None:
             device = self._generation.accelerator.device
-            self.listed = list_tokens(self.samples.listings(), length, device)
+            self.listed = list_tokens(self.samples.listings, length, device)
         return self.listed
 
 

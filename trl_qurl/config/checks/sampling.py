@@ -27,6 +27,7 @@ HARMLESS = (
     "ignore_eos",
     "max_tokens",
     "skip_special_tokens",
+    "detokenize",
 )
 """Parameters of vLLM's `SamplingParams` that leave a token's distribution alone. Any other may
 change it."""

@@ -1,14 +1,13 @@
 """Score the beginnings of a few samples with the policy, for a proof of the engine's function."""
 
-import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from trl.trainer.utils import selective_log_softmax
 
-from trl_qurl.rollout.backend import Samples
-from trl_qurl.rollout.mismatch import MismatchTally, valid_logps
+from trl_qurl.rollout.mismatch import MismatchTally
+from trl_qurl.rollout.samples import Listing, Samples
 from trl_qurl.trainers.listed_tokens import list_tokens, over_lists
 from trl_qurl.trainers.scoring import cap_of
 
@@ -70,13 +69,10 @@ def scored_sample(trainer: Any, samples: Samples, number: int) -> ScoredTokens:
     logits = logits.float() / trainer.vllm_generation.temperature  # (1, T, vocabulary)
     targets = ids[:, ids.size(1) - length :]
     proximal_logps = selective_log_softmax(logits, targets)
-    behavior = samples.behavior_logps[number][:length]
-    if trainer._listed_count and samples.behavior_ids:
-        listing = (behavior, samples.behavior_ids[number][:length])
-        listed = list_tokens([listing], length, model.device)
+    logps, listed_ids = (part[:length] for part in samples.listings[number])
+    if trainer._listed_count:
+        listed = list_tokens([Listing(logps, listed_ids)], length, model.device)
         proximal_logps = over_lists(proximal_logps, logits, listed)
-    [valid] = valid_logps([[token[0] for token in behavior]])
-    known = [math.nan if logp is None else logp for logp in valid]
-    behavior_logps = torch.tensor([known], device=model.device)
+    behavior_logps = logps[:, 0].unsqueeze(0).to(model.device)
     mask = torch.ones_like(targets, dtype=torch.bool)
     return ScoredTokens(proximal_logps, behavior_logps, mask)
