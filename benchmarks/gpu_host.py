@@ -170,8 +170,11 @@ class Rollouts:
     def _generate(self, answers: int, tokens: int, text: bool) -> None:
         from vllm import SamplingParams
 
+        from trl_qurl.rollout.samples import sampling_arguments
+
         prompts = [{"prompt_token_ids": [number % 200] * PROMPT} for number in range(answers)]
-        params = SamplingParams(max_tokens=tokens, logprobs=0, ignore_eos=True, detokenize=text)
+        asked = sampling_arguments({"ignore_eos": True, "detokenize": text})
+        params = SamplingParams(max_tokens=tokens, logprobs=0, **asked)
         outputs = self._llm.generate(prompts, params, use_tqdm=False)
         completions = [output.outputs[0] for output in outputs]
         lengths = {len(completion.token_ids) for completion in completions}

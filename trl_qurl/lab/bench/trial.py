@@ -170,6 +170,8 @@ def generate(job: Job, directory: str, pipe: Connection) -> None:
     """Generate rollouts in an engine with random weights, without a trainer."""
     from vllm import SamplingParams
 
+    from trl_qurl.rollout.samples import sampling_arguments
+
     load = job.load
     llm, _files = start_engine(job)
     clock = EngineClock(llm)
@@ -177,9 +179,8 @@ def generate(job: Job, directory: str, pipe: Connection) -> None:
     for _ in range(load.batch // load.generations):
         prompt = {"prompt_token_ids": random.choices(range(10), k=load.prompt_len)}
         prompts += [prompt] * load.generations
-    params = SamplingParams(
-        max_tokens=load.completion_len, logprobs=0, ignore_eos=True, detokenize=False
-    )
+    asked = sampling_arguments({"ignore_eos": True})
+    params = SamplingParams(max_tokens=load.completion_len, logprobs=0, **asked)
     while True:
         pipe.recv()
         llm.reset_prefix_cache()  # as a sync does
