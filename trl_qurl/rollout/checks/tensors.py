@@ -29,22 +29,24 @@ def find_not_finite(
 
     Names are added after the last tensor: the stream does not stop at one, because a server's
     workers would wait for the rest forever. Codes are not read: a quantized weight shows both in
-    its scale.
+    its scale. A scale per channel is kept until then, to be read with all others at once.
     """
-    extremes: dict[str, tuple[torch.Tensor, ...]] = {}  # least and largest value
+    read: dict[str, list[torch.Tensor]] = {}  # least and largest value, or all
     for name, tensor in named_tensors:
         values = tensor.detach()
         if name.endswith(".weight_scale") and values.dtype is torch.uint8:
             values = values.view(torch.float8_e8m0fnu).float()  # exponents
         if values.is_floating_point() and values.itemsize > 1 and values.numel():
-            extremes[name] = values.aminmax()
+            is_short = name.endswith(".weight_scale") and values.shape[-1] == 1
+            read[name] = [values] if is_short else list(values.aminmax())
         yield name, tensor
-    if not extremes:
+    if not read:
         return
-    numbers = [number.to(values.device) for number in chain.from_iterable(extremes.values())]
-    are_finite = torch.stack(numbers).isfinite().view(-1, 2).all(1).tolist()  # one wait for all
-    for name, is_finite in zip(extremes, are_finite, strict=True):
-        if not is_finite:
+    numbers = [each.flatten().to(values.device) for each in chain.from_iterable(read.values())]
+    are_finite = torch.cat(numbers).isfinite().cpu()  # one wait for all
+    lengths = [sum(map(torch.numel, parts)) for parts in read.values()]
+    for name, part in zip(read, are_finite.split(lengths), strict=True):
+        if not part.all():
             names.append(name.removesuffix("_scale"))
 
 
