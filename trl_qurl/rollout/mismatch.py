@@ -33,14 +33,6 @@ def valid_logps(logps: torch.Tensor) -> torch.Tensor:
     return logps.where(is_valid, math.nan)
 
 
-class Summary(NamedTuple):
-    """What TRL logs of the values of all processes."""
-
-    mean: float  # of the processes' means
-    largest: float  # of all
-    least: float  # of all
-
-
 class Sums(NamedTuple, Generic[Number]):
     """Sums over the tokens with a behavior log-probability, as tensors or, at last, numbers."""
 
@@ -70,7 +62,6 @@ class MismatchTally:
         # by part
         self._sums: list[torch.Tensor] = []  # of `mismatch_sums`, (9,) each
         self._ratio_maxima: list[torch.Tensor] = []  # () each
-        self._log_ratios: list[torch.Tensor] = []  # of the tokens to learn from, (tokens,) each
 
     def add(
         self,
@@ -90,37 +81,6 @@ class MismatchTally:
         sums, ratio_max = mismatch_sums(proximal_logps, behavior_logps, mask, cap)
         self._sums.append(sums)
         self._ratio_maxima.append(ratio_max)
-        self._log_ratios.append((proximal_logps - behavior_logps)[mask])
-
-    def sampling_metrics(self, cap: float) -> dict[str, float]:
-        """Return TRL's `sampling/*`, which TRL computes only for a rollout scored in advance.
-
-        A collective operation.
-
-        Args:
-            cap: C, a ratio.
-
-        Returns:
-            Metrics of the parts so far, by name.
-        """
-        log_ratio = torch.cat(self._log_ratios)
-        difference = self._summarize(log_ratio.abs())
-        ratio = self._summarize(log_ratio.nan_to_num(0.0).exp().clamp(max=cap))
-        return {
-            "sampling/sampling_logp_difference/mean": difference.mean,
-            "sampling/sampling_logp_difference/max": difference.largest,
-            "sampling/importance_sampling_ratio/mean": ratio.mean,
-            "sampling/importance_sampling_ratio/max": ratio.largest,
-            "sampling/importance_sampling_ratio/min": ratio.least,
-        }
-
-    def _summarize(self, values: torch.Tensor) -> Summary:
-        """Summarize the values of all processes as TRL does."""
-        known = values[~values.isnan()] if values.isfinite().any() else values.new_zeros(1)
-        here = torch.stack([known.mean(), known.max(), known.min()]).unsqueeze(0)
-        mean, largest, least = self._accelerator.gather(here).unbind(1)  # (processes,) each
-        summary = torch.stack([mean.mean(), largest.max(), least.min()])
-        return Summary(*summary.tolist())  # one wait for the device
 
     def pop(self) -> dict[str, float]:
         """Return the metrics of the whole rollout, and start over. A collective operation.
