@@ -56,7 +56,7 @@ SHAPE_7B = {
 LAUNCHES = {"int8": 86, "fp8": 57, "fp8_block": 64, "w4a16": 113, "w8a16": 92}
 # Read and written by operators per weight of a layer, and of the embedding: one pass over float32
 # is 8. Those of INT8 include smoothing, in a sync that collects magnitudes.
-BYTES = {"int8": 39.5, "fp8": 20, "fp8_block": 20, "w4a16": 21, "w8a16": 20}
+BYTES = {"int8": 39.5, "fp8": 25.5, "fp8_block": 25.5, "w4a16": 21, "w8a16": 20}
 EMBEDDING_BYTES = 27
 VIEWS = {
     "view", "_unsafe_view", "t", "transpose", "permute", "expand", "slice", "select", "split", "split_with_sizes",
