@@ -210,9 +210,7 @@ def sync(watch, name, plant=lambda tensor: tensor, is_colocated=False, **shape):
             weights.smoothing.begin_sync()  # collects, as in the syncs before a fit
         for source, each in weights.smoothing._sources.items():
             inputs = model.get_submodule(each.layers[0]).in_features
-            # on the host, as the first fit's broadcast leaves them, or where a sync has moved them
-            device = "cuda" if is_colocated else "cpu"
-            weights.smoothing.scales[source] = torch.ones(inputs, device=device)
+            weights.smoothing.scales[source] = torch.ones(inputs, device="cuda")
     watch.begin()
     whole = model_parameters(model, grid=GRID)
     made = checks.find_not_finite(weights.tensors(whole, GRID), names)

@@ -156,18 +156,15 @@ class Smoothing:
         """
         for name, tensor in named_tensors:
             module, _, attribute = name.rpartition(".")
-            for source in (module, self._feeder.get(module, "")):
-                if source in self.scales:  # the first ones come from the host
-                    self.scales[source] = self.scales[source].to(tensor.device)
             folded = tensor
             if attribute == "weight":
                 if module in self._feeder and self.collects:
                     self._columns[module] = squares(tensor)
                 scale = self.input_scale(module)
                 if scale is not None:
-                    folded = folded * scale
+                    folded = folded * scale.to(folded.device)
             if module in self.scales:
-                divisor = self.scales[module]
+                divisor = self.scales[module].to(folded.device)
                 if folded.dim() == 2:  # the rows of a linear layer
                     divisor = divisor[:, None]
                 offset = self._sources[module].gain_offset
