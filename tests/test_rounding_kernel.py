@@ -30,10 +30,11 @@ def test_gpus_divide_and_round_exactly(capability, dtype, cast, is_float, tmp_pa
     from trl_qurl.quantization.kernels import round_block
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    constants = {"HEIGHT": 1, "WIDTH": 3584, "SIZE": 4096, "IS_FLOAT": is_float}
+    block = {"columns": 1, "HEIGHT": 1, "WIDTH": 3584, "SIZE": 4096}  # a row
+    constants = block | {"IS_FLOAT": is_float}
     codes = f"*{dtype}" if is_float else "*i8"
     pointers = {"weights": f"*{dtype}", "codes": codes, "scales": f"*{dtype}"}
-    numbers = {"low": "fp32", "high": "fp32", "eps": "fp32", "columns": "i32"}
+    numbers = {"low": "fp32", "high": "fp32", "eps": "fp32"}
     signature = pointers | numbers | dict.fromkeys(constants, "constexpr")
     source = ASTSource(round_block, signature, constants)
     program = compile(source, target=GPUTarget("cuda", capability, 32)).asm["ptx"]

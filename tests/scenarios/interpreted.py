@@ -38,7 +38,9 @@ def compare(name, weight):
     for part, tensor in rounded(name, weight, "cpu").items():
         expected = by_operators[part]
         assert (tensor.dtype, tensor.shape) == (expected.dtype, expected.shape), (name, part)
-        assert torch.equal(tensor.flatten().view(torch.uint8), expected.flatten().view(torch.uint8)), name
+        assert torch.equal(
+            tensor.flatten().view(torch.uint8), expected.flatten().view(torch.uint8)
+        ), name
 
 
 def weight_with_corners(rows, limit):
