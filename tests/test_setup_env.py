@@ -71,7 +71,8 @@ class Clone:
         (folder / "pyproject.toml").write_text(PROJECT)
         (folder / "backend.py").write_text(BACKEND)
         # A file for some of pip's settings, a variable for what it is to overrule there.
-        (folder / "pip.conf").write_text("[global]\nno-index = true\nfind-links = /nowhere\n")
+        settings = ("no-index = true", "index-url = http://127.0.0.1:1/", "find-links = /nowhere")
+        (folder / "pip.conf").write_text("\n".join(["[global]", *settings, ""]))
         others = {
             name: value for name, value in os.environ.items() if name[:3] not in ("PIP", "UV_")
         }
@@ -88,6 +89,11 @@ class Clone:
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
+
+    def interrupt(self) -> None:
+        """Make it look as if the last call had not come to its end."""
+        state = self.folder / ".venv" / "trl-qurl-setup.json"
+        state.write_text(json.dumps(json.loads(state.read_text()) | {"complete": False}))
 
     def packages(self) -> Path:
         [folder] = self.folder.glob(".venv/lib/python*/site-packages")
@@ -117,7 +123,7 @@ def uv_fails(tmp_path_factory) -> Clone:
     make_wheel(made.wheels, "quantizer", "2")
     make_wheel(made.wheels, "quantizer", "3")
     broken = made.folder / "uv"
-    broken.write_text("#!/bin/sh\nexit 2\n")
+    broken.write_text("#!/bin/sh\necho backend: $UV_TORCH_BACKEND\nexit 2\n")
     make_wheel(made.wheels, "uv", "1", program=broken)
     make_wheel(made.wheels, "uv", "2", program=Path(find_uv_bin()))
     made.lock("torch==2", "engine==1", "quantizer==2", "uv==1")
@@ -130,6 +136,16 @@ def test_pip_takes_the_place_of_a_uv_that_fails(uv_fails):
     versions = {"torch": "2+cpu", "tensors": "1", "engine": "1", "quantizer": "2", "ours": "1"}
     pip = {name: (version, "pip") for name, version in versions.items()}
     assert uv_fails.installed() == pip | {"uv": ("1", "pip")}
+
+
+def test_uv_is_sent_to_pytorchs_cpu_builds_unless_the_user_names_a_source(uv_fails, monkeypatch):
+    log = uv_fails.folder / ".venv" / "trl-qurl-setup.log"
+    assert log.read_text().count("backend:\n") == 3
+    monkeypatch.setitem(uv_fails.environment, "PIP_FIND_LINKS", "")
+    monkeypatch.setitem(uv_fails.environment, "PIP_CONFIG_FILE", os.devnull)
+    uv_fails.interrupt()
+    uv_fails.set_up()  # everything is there, so pip asks no index
+    assert log.read_text().count("backend: cpu\n") == 1
 
 
 @pytest.fixture(scope="module")
@@ -151,8 +167,7 @@ def test_uv_installs_what_the_lock_file_changed_and_leaves_torch_alone(clone):
 
 def test_the_next_call_completes_what_was_interrupted(clone):
     """A package whose file is half there, one whose last files are missing, torch not yet there."""
-    state = clone.folder / ".venv" / "trl-qurl-setup.json"
-    state.write_text(json.dumps(json.loads(state.read_text()) | {"complete": False}))
+    clone.interrupt()
     packages = clone.packages()
     shutil.rmtree(packages / "torch-2+cpu.dist-info")
     for name in ("torch.py", "quantizer.py"):

@@ -57,6 +57,8 @@ UV_VARIABLES = {
     "cert": ("SSL_CERT_FILE", " "),
     "proxy": ("ALL_PROXY", " "),
 }
+# If one of these is set, the user chose where torch comes from.
+SOURCES = ("UV_DEFAULT_INDEX", "UV_INDEX", "UV_FIND_LINKS", "UV_OFFLINE", "UV_TORCH_BACKEND")
 
 
 def main() -> None:
@@ -95,7 +97,8 @@ def main() -> None:
         LOG_FILE.write_text("")
         print("[1/4] uv", flush=True)
         pip_install("--no-deps", "--constraint", lock_file, "uv")
-        install(f"[2/4] torch ({profile} profile)", "--constraint", lock_file, "torch")
+        backend = backend_of_torch(profile)
+        install(f"[2/4] torch ({profile} profile)", "--constraint", lock_file, "torch", **backend)
         install(f"[3/4] {lock_file.relative_to(ROOT)}", "--no-deps", "--requirement", lock_file)
         install("[4/4] trl-qurl, editable", "--no-deps", "--no-build-isolation", "--editable", ROOT)
         write_state(done)
@@ -232,10 +235,17 @@ def is_whole(metadata: Path) -> bool:
     return True
 
 
-def install(title: str, *arguments: str | Path) -> None:
-    """Install with uv, or with pip where uv fails."""
+def backend_of_torch(profile: str) -> dict[str, str]:
+    """What sends uv to PyTorch's index of CPU builds: the default index has only those for CUDA."""
+    if profile == "cpu" and not uv_environment().keys() & set(SOURCES):
+        return {"UV_TORCH_BACKEND": "cpu"}
+    return {}
+
+
+def install(title: str, *arguments: str | Path, **variables: str) -> None:
+    """Install with uv, or with pip where uv fails; the variables are for uv."""
     print(title, flush=True)
-    if run_logged([*UV_INSTALL, *arguments], uv_environment()) != 0:
+    if run_logged([*UV_INSTALL, *arguments], uv_environment() | variables) != 0:
         print(f"      uv failed, so pip takes its place ({LOG_FILE} says why)", flush=True)
         pip_install(*arguments)
 
