@@ -77,7 +77,8 @@ class Clone:
             name: value for name, value in os.environ.items() if name[:3] not in ("PIP", "UV_")
         }
         ours = {"PIP_CONFIG_FILE": str(folder / "pip.conf"), "PIP_FIND_LINKS": str(self.wheels)}
-        self.environment = others | ours | {"UV_CACHE_DIR": str(folder / "cache")}
+        ours |= {"UV_CACHE_DIR": str(folder / "cache"), "PYTHONDONTWRITEBYTECODE": "1"}
+        self.environment = others | ours
 
     def lock(self, *lines: str) -> None:
         (self.folder / "requirements/cpu.lock").write_text("\n".join(lines) + "\n")
@@ -162,6 +163,8 @@ def test_uv_installs_what_the_lock_file_changed_and_leaves_torch_alone(clone):
     pip = {name: (version, "pip") for name, version in versions.items()}
     ours = {"quantizer": ("3", "uv"), "ours": ("1", "uv"), "uv": ("2", "pip")}
     assert clone.installed() == pip | ours
+    # what Python may not write later
+    assert list(clone.packages().glob("__pycache__/quantizer.*.pyc"))
     assert clone.set_up() == ".venv is up to date (cpu profile)\n"
 
 
