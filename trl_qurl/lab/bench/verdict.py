@@ -55,8 +55,8 @@ def verdict(name: str, gain: Speedup, what: str) -> str:
     """Say in a sentence whether a format makes `what` faster."""
     if gain.pairs < FEWEST:
         return (
-            f"{name}: no verdict yet, {gain.pairs} of {FEWEST} pairs. So far {what} is {gain} times "
-            "as fast. Raise --minutes, or lower the load."
+            f"{name}: no verdict yet, {gain.pairs} of {FEWEST} pairs. So far {what} is {gain} "
+            "times as fast. Raise --minutes, or lower the load."
         )
     if gain.low > 1:
         return f"{name} makes {what} {gain} times as fast."
