@@ -33,9 +33,9 @@ WIDTHS = (5.5, 8.0)
 INK = "#7d7d7d"
 """Letters and axes: as readable on white as on a dark page, because pictures are transparent."""
 
-# Okabe and Ito's colors, except for yellow, which is too light for a line, and black. Dashes are
-# for print and color-blind readers.
-COLORS = (INK, "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+# Okabe and Ito's colors without black and yellow, which one of the pages hides, and with a lighter
+# blue. Dashes are for print and color-blind readers.
+COLORS = (INK, "#D55E00", "#2187CC", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 DASHES = ("-", "--", ":", "-.")
 
 
@@ -117,7 +117,7 @@ def _draw(panels: Sequence[Panel], path: Path) -> None:
         _draw_panel(axes[place], panel)
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower left", frameon=False, handlelength=3.2)
-    figure.savefig(path, dpi=150, transparent=True)
+    figure.savefig(path, dpi=120, transparent=True)
 
 
 def _draw_panel(axes: Axes, panel: Panel) -> None:
