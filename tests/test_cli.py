@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from conftest import child_environment
-from documents import ROOT
+from documents import ROOT, inline_code
 from tiny import save_tiny
 from trl import GRPOConfig, ModelConfig, RLOOConfig
 
@@ -21,6 +21,7 @@ from trl_qurl.lab.recipes.arguments import CriticArguments, check_names, parse
 
 HEAVY = ("torch", "transformers", "trl", "vllm", "datasets", "matplotlib", "rich")
 TRAINING = ("grpo", "ppo", "rloo")
+README = ROOT / "README.md"
 
 
 def run(*arguments, **environment):
@@ -184,7 +185,15 @@ def test_the_help_of_training_shows_essential_options(capsys, command, config, p
     inherited = {field.name for field in dataclasses.fields(parent)}
     ours = {field.name for field in dataclasses.fields(config)} - inherited
     assert {*ours, "dataset", "output_dir", "vllm_mode", "config"} < {*listed}
-    assert listed[0] == "model_name_or_path" and len(listed) < 65
+    assert listed[0] == "model" and "model_name_or_path" not in listed and len(listed) < 65
+    advised = set(
+        re.findall(
+            r"--(\w+)", " ".join(code for code in inline_code(README) if code.startswith("--"))
+        )
+    )
+    assert "vllm_gpu_memory_utilization" in advised
+    assert advised < {*listed}, "what README says to change"
+    assert f"trl-qurl {command} --model " in shown, "an example"
     assert "qurl-gsm8k" in shown, "a default of the command"
     assert "trl-qurl serve" in shown, "not vLLM's server"
     with pytest.raises(SystemExit):

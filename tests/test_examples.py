@@ -69,7 +69,8 @@ def write_questions(path):
 def hub(model, tmp_path):
     """The scripts' model and data, as local directories that have their names."""
     (tmp_path / "Qwen").mkdir()
-    (tmp_path / "Qwen" / "Qwen2.5-0.5B-Instruct").symlink_to(model)
+    for size in ("0.5B", "7B"):
+        (tmp_path / "Qwen" / f"Qwen2.5-{size}-Instruct").symlink_to(model)
     data = tmp_path / "openai" / "gsm8k"
     data.mkdir(parents=True)
     write_questions(data / "train.jsonl")
@@ -114,8 +115,8 @@ def test_the_code_of_the_readme_trains(hub, warm_python, tmp_path):
     assert (tmp_path / "policy" / "checkpoint-1" / "trainer_state.json").exists()
 
 
-def test_the_reward_of_the_readme_grades_texts_and_numbers():
-    [block] = blocks(ROOT / "README.md", "python")
+def test_the_reward_of_from_trl_grades_texts_and_numbers():
+    *_, block = blocks(ROOT / "docs" / "from-trl.md", "python")
     names = {}
     exec(block.code, names)
     texts = ["12.", "It is 12.", "Paris"]

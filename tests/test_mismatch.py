@@ -144,8 +144,8 @@ def report_of(**formats):
     ("kl", "verdict"),
     [
         ((0.0005, 0.001, 0.0049), "safe"),
-        ((0.0005, 0.001, 0.0051), "needs a correction"),
-        ((0.019, 0.03, 0.04), "needs a correction"),
+        ((0.0005, 0.001, 0.0051), "keep the correction"),
+        ((0.019, 0.03, 0.04), "keep the correction"),
         ((0.021, 0.03, 0.04), "risky"),
     ],
 )

@@ -36,9 +36,9 @@ class QuantizedRolloutsConfig:
             once, before training. 1.0 is off; 1.5 is the best value of Table 4, at a learning rate
             of 1e-6.
         smooth_activations: Whether to shrink large activations before the engine rounds them, and
-            enlarge the columns that read them (`quantization/smoothing.py`, after SmoothQuant). On
-            by default if the format is INT8, the model's architecture is supported, and whole
-            weights are sent. The policy's own weights do not change.
+            enlarge the columns that read them, as SmoothQuant does. On by default if the format is
+            INT8, the model's architecture is supported, and whole weights are sent. The policy's
+            own weights do not change.
 
     > Weight sync
 

@@ -30,10 +30,19 @@ STACKED = 2
 WIDTHS = (5.5, 8.0)
 """Inches of pictures with one and two columns."""
 
-# Okabe and Ito's colors, except for yellow: it is too light for a line. Dashes are for print and
-# color-blind readers.
-COLORS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+INK = "#7d7d7d"
+"""Letters and axes: as readable on white as on a dark page, because pictures are transparent."""
+
+# Okabe and Ito's colors without black and yellow, which one of the pages hides, and with a lighter
+# blue. Dashes are for print and color-blind readers.
+COLORS = (INK, "#D55E00", "#2187CC", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 DASHES = ("-", "--", ":", "-.")
+
+
+STYLE = dict.fromkeys(
+    ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "grid.color"),
+    INK,
+) | {"font.size": "9", "axes.titlesize": "10", "axes.spines.top": "0", "axes.spines.right": "0"}
 
 
 class Points(NamedTuple):
@@ -87,6 +96,13 @@ def draw(panels: Sequence[Panel], path: Path) -> None:
     Up to two are stacked, so that a phone shows them in a readable size. More come in two columns,
     where an odd last one is as wide as two.
     """
+    from matplotlib import rc_context
+
+    with rc_context(STYLE):
+        _draw(panels, path)
+
+
+def _draw(panels: Sequence[Panel], path: Path) -> None:
     from matplotlib.figure import Figure
 
     columns = 1 if len(panels) <= STACKED else 2
@@ -94,14 +110,14 @@ def draw(panels: Sequence[Panel], path: Path) -> None:
     places = []
     for left in range(0, len(panels), columns):
         places.append([min(left + column, last) for column in range(columns)])
-    height = 2.6 * len(places) + 0.25 * len(panels[0].lines)
+    height = 2.3 * len(places) + 0.22 * len(panels[0].lines)
     figure = Figure(figsize=(WIDTHS[columns - 1], height), layout="constrained")
     axes: dict[int, Axes] = figure.subplot_mosaic(places)
     for place, panel in enumerate(panels):
         _draw_panel(axes[place], panel)
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower left", frameon=False, handlelength=3.2)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=120, transparent=True)
 
 
 def _draw_panel(axes: Axes, panel: Panel) -> None:
@@ -113,12 +129,12 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
         _draw_line(axes, runs, color, linestyle, label)
         _draw_line(axes, panel.dashed.get(label, ()), color, "--", "")
     if panel.limit is not None:
-        axes.axhline(panel.limit, color="#888888", linewidth=1, linestyle=(0, (1, 2)))
+        axes.axhline(panel.limit, color=INK, linewidth=1, linestyle=(0, (1, 2)))
     if panel.has_legend:
         axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, handlelength=1)
     axes.set_title(panel.title, loc="left", fontweight="bold")
     axes.set(xlabel=panel.x, ylabel=panel.unit)
-    axes.grid(alpha=0.3)
+    axes.grid(alpha=0.25, linewidth=0.6)
     axes.locator_params(axis="x", integer=True)
     if panel.logarithmic:
         axes.set_yscale("log", subs=(2, 5))

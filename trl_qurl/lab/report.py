@@ -32,6 +32,14 @@ MISMATCH = ("mismatch/kl_k3", "mismatch/ratio_max")
 LIMITS = {"mismatch/kl_k3": 0.005, "mismatch/ratio_max": 2.0}
 """What some metrics are seen against: a KL that did no harm, and the ratio's default cap."""
 
+WORDS = {
+    "reward": ("Reward", "mean over answers"),
+    "expected_accuracy": ("Accuracy on held-out questions", "share of right samples"),
+    "mismatch/kl_k3": ("KL(actor ‖ policy)", "nats per token"),
+    "mismatch/ratio_max": ("Largest ratio ρ of a token", "policy / actor"),
+}
+"""Titles of panels, and units of their y axes."""
+
 PICTURE = "report.png"
 STEP = "step_time"
 SECONDS = ("time/generate_s", "time/sync_s", STEP)
@@ -62,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
     runs = read_runs(args.runs)
     metrics = ("reward", *held_out_scores(runs), *MISMATCH)
-    panels = [panel(metric, metric, "mean of five rollouts", runs) for metric in metrics]
+    panels = [panel(metric, *words_for(metric), runs) for metric in metrics]
     weights = weight_panel(runs)
     if any(weights.lines.values()):
         panels.append(weights)
@@ -107,13 +115,19 @@ def panel(metric: str, title: str, unit: str, runs: Runs) -> Panel:
     return Panel(title, unit, lines, logarithmic=metric in MISMATCH, limit=LIMITS.get(metric))
 
 
+def words_for(metric: str) -> tuple[str, str]:
+    """Return the title of a metric's panel, and the unit of its y axis."""
+    task = metric.removeprefix("eval_").removesuffix("_avg@1")
+    return WORDS.get(metric, (f"Held out: {task}", "mean over answers"))
+
+
 def weight_panel(runs: Runs) -> Panel:
     """Return the sizes of rounding and of updates, as in the paper's Fig. 9.
 
     A single run has lines for kinds of layer; of several runs, each has the mean of its kinds.
     """
     return Panel(
-        "Rounding (solid), updates (dashed)",
+        "Change of the weights: by rounding (solid), by updates (dashed)",
         "‖change‖² / ‖weights‖²",
         weight_lines("weights/rounding/", runs),
         logarithmic=True,

@@ -58,8 +58,8 @@ def verdict(name: str, gain: Speedup, what: str) -> str:
     """Say in a sentence whether a format makes `what` faster."""
     if gain.pairs < FEWEST:
         return (
-            f"{name} is open: {gain.pairs} of the {FEWEST} pairs that a verdict takes (--minutes, "
-            f"or a smaller load). So far {what} is {gain} times as fast."
+            f"{name}: no verdict yet, {gain.pairs} of {FEWEST} pairs. So far {what} is {gain} "
+            "times as fast. Raise --minutes, or lower the load."
         )
     if gain.low > 1:
         return f"{name} makes {what} {gain} times as fast."

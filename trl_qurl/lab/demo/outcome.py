@@ -24,6 +24,9 @@ NEGLIGIBLE_KL = 0.001
 STORED = Path(__file__).with_name("stored_16_bits.jsonl.gz")
 """A run of `trl-qurl demo --scheme none`; benchmarks/README.md says how to make it."""
 
+COLLAPSED = Path(__file__).with_name("stored_collapse.jsonl.gz")
+"""The same task with codes of three bits and the ratio to the actor, from benchmarks/objectives."""
+
 
 class Outcome(NamedTuple):
     """A run, and greedy answers of its actor to held-out problems."""
@@ -57,12 +60,14 @@ def changed_answers(outcome: Outcome, count: int = 6) -> tuple[str, Table]:
 
 
 def draw_outcome(run: Run, path: Path) -> None:
-    """Draw accuracy and mismatch, for GRPO beside those of the stored run."""
-    runs = {f"{name_of(run)}, this run": run}
+    """Draw accuracy and mismatch, for GRPO beside those of two stored runs."""
+    runs = {f"{name_of(run)} (this run)": run}
     if run.settings["algorithm"] == "GRPO":
-        stored = read_run(STORED)
-        made = "{date}, commit {commit}".format_map(stored.settings)
-        runs = {f"16 bits, a stored run ({made})": stored, **runs}
+        runs = {
+            "16 bits (stored run)": read_run(STORED),
+            **runs,
+            "3 bits with the wrong ratio, quantized_ratio (stored run)": read_run(COLLAPSED),
+        }
     accuracy = panel(ACCURACY, "Accuracy on held-out sums", "share of right samples", runs)
     draw([accuracy, panel(KL, "KL(actor ‖ policy)", "nats per token", runs)], path)
 

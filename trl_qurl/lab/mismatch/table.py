@@ -100,7 +100,7 @@ def sentences(report: Report) -> list[str]:
 
 
 def verdict(mismatch: Mismatch) -> str:
-    """Rate a format as safe, safe with a correction, or risky (docs/mismatch.md)."""
+    """Rate a format as safe, fine with the correction, or risky (docs/mismatch.md)."""
     kl = f"a KL of {mismatch.kl_k3.value:.2g}"
     if mismatch.kl_k3.high < HARMLESS:
         return f"safe to train with: {kl} did no harm in our study. Keep the defaults."
@@ -110,7 +110,10 @@ def verdict(mismatch: Mismatch) -> str:
             "a finer format, keep sensitive layers in 16 bits (quantization_ignore), or leave "
             "smooth_activations on (INT8)."
         )
-    return f"needs a correction: at {kl} keep objective='acr' or 'tis', and watch mismatch/kl_k3."
+    return (
+        f"keep the correction (objective='acr' or 'tis'): {kl} is no reason to change the format. "
+        "Watch mismatch/kl_k3."
+    )
 
 
 def thousandths(nats: float) -> str:

@@ -72,7 +72,25 @@ START = {
     "max_steps": "Optimizer steps; -1 to train for num_train_epochs.",
     "num_train_epochs": "Passes over the questions, if max_steps is -1.",
     "learning_rate": "Peak learning rate.",
+    "warmup_steps": "Steps over which the learning rate rises.",
+    "lr_scheduler_type": "How the learning rate changes, such as cosine or linear.",
+    "per_device_train_batch_size": "Answers per forward pass, in each process.",
+    "gradient_accumulation_steps": "Passes per update.",
+    "steps_per_generation": "Passes per rollout: more than gradient_accumulation_steps make "
+    "several updates per rollout.",
+    "num_generations": "Answers to each question.",
+    "max_completion_length": "Longest answer, in tokens.",
+    "temperature": "Sampling temperature of the rollouts.",
+    "beta": "Weight of the KL penalty for leaving the initial policy; 0 for none.",
+    "bf16": "Train under bfloat16 autocast.",
+    "fp16": "Train under float16 autocast, for GPUs without bfloat16 (T4).",
+    "logging_steps": "Updates between rows of the log.",
+    "save_steps": "Updates between checkpoints.",
+    "report_to": "Where to draw curves: wandb, trackio, tensorboard; or none.",
     "vllm_mode": "colocate: an engine in this process; server: a running `trl-qurl serve`.",
+    "vllm_server_base_url": "Address of that server.",
+    "vllm_gpu_memory_utilization": "Share of the GPU's memory for an engine in this process.",
+    "vllm_max_model_length": "Longest prompt and answer together, in tokens.",
     "resume_from_checkpoint": "A checkpoint; true for the last complete one in output_dir.",
 }
 """Options of TRL that `--help` lists besides those that a command changes, in our words."""
@@ -162,6 +180,9 @@ def parse(command: str, argv: Sequence[str]) -> tuple[ScriptArguments, Any, Mode
         """TRL's parser, whose help lists essential options, each with one spelling."""
 
         def add_argument(self, *names: str, **settings: Any) -> argparse.Action:
+            if names[0] == "--model_name_or_path":
+                names = ("--model", *names)
+                settings["dest"] = "model_name_or_path"
             action = super().add_argument(*names, **settings)
             action.option_strings = action.option_strings[:1]
             action.metavar = "VALUE"
@@ -175,11 +196,11 @@ def parse(command: str, argv: Sequence[str]) -> tuple[ScriptArguments, Any, Mode
         [ModelConfig, script, config],
         prog=f"trl-qurl {command}",
         usage="%(prog)s [--config FILE ...] [--OPTION VALUE ...]",
+        description="Example: %(prog)s --model Qwen/Qwen2.5-7B-Instruct --config lora_w4",
         epilog="Each option is also a setting in a YAML file. --help-all lists TRL's others.",
         allow_abbrev=False,
     )
     parser.add_argument("--help-all", action="help", default=argparse.SUPPRESS)
-    parser.add_argument("--model", dest="model_name_or_path", default=argparse.SUPPRESS)
     parser.add_argument(
         "--config",
         default=argparse.SUPPRESS,
