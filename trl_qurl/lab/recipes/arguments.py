@@ -266,9 +266,13 @@ def _read_settings(name: str) -> dict[str, Any]:
     try:
         settings = yaml.safe_load(path.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
-        raise ValueError(f"The settings file {path} is not valid YAML: {error}") from error
+        raise ValueError(
+            f"The settings file {path} is not valid YAML: {error}. Correct it."
+        ) from error
     if not isinstance(settings, dict):
-        raise ValueError(f"The settings file {path} has no lines of the form `NAME: value`.")
+        raise ValueError(
+            f"The settings file {path} has no settings: write lines of the form NAME: value."
+        )
     if "model" in settings:  # short name, as on the command line
         settings["model_name_or_path"] = settings.pop("model")
     return {str(name): value for name, value in settings.items()}
