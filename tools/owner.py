@@ -1,8 +1,8 @@
-"""Set the account that hosts the repository, in every file that names its address.
+"""Set the account that hosts the repository in every file that contains its address.
 
     python tools/owner.py NAME
 
-`url` of setup.cfg has the present account, which is OWNER until there is a real one.
+`url` of setup.cfg holds the present account. Until there is a real one, it is OWNER.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def other_owners(files: Iterable[Path], owner: str) -> list[str]:
 
 
 def set_owner(files: Iterable[Path], old: str, new: str) -> list[Path]:
-    """Replace the account in files, and return those that changed."""
+    """Replace the account in files, and return the changed ones."""
     changed = []
     for path in files:
         text = path.read_text(encoding="utf-8")

@@ -27,7 +27,11 @@ Number = TypeVar("Number", torch.Tensor, float)
 def valid_logps(logps: torch.Tensor) -> torch.Tensor:
     """Replace log-probabilities that no sampled token can have with NaN: the objectives skip these.
 
-    They are infinities, and a server's stand-in for -inf.
+    Args:
+        logps: The engine's log-probabilities of sampled tokens, in nats, of any shape.
+
+    Returns:
+        The same values, with NaN for infinities and for a server's stand-in for -inf.
     """
     is_valid = (logps > SERVED_MINUS_INFINITY) & (logps < math.inf)
     return logps.where(is_valid, math.nan)
