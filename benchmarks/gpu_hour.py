@@ -4,17 +4,17 @@
     python benchmarks/gpu_hour.py -o gpu-hour --minutes 9  # the most valuable parts
     python benchmarks/gpu_hour.py -o rehearsal --rehearse  # tiny sizes, also on a CPU
 
-Nine minutes are for kernels, reloads in three formats, rollouts of 7B in BF16, INT8 and FP8, and
-steps of plain TRL and of ours.
+The most valuable parts come first: the bits of rounded weights, reloads in three formats, rollouts
+of 7B in BF16, INT8 and FP8 with the host's time beside the kernels', and steps of plain TRL and of
+ours.
 
 Each part is a child process with a log and a time limit. If one fails or hangs, that is recorded,
 and the next one starts. The same command with the same directory resumes: it runs all parts that
-have not yet succeeded. If time is short, less important parts are skipped. `results.json` holds all
-figures; `results.md` is for people.
+have not yet succeeded. Parts that need more time than is left are skipped. `results.json` holds all
+figures; `results.md` is for people. `--archive` packs everything into one file after each part.
 
-Formats are measured one after another, not in turns as elsewhere in this directory: engines that
-start at the same time misjudge the free memory of a GPU they share. So use a GPU without other
-jobs. The durations are guesses.
+Use a GPU without other jobs. Steps of several formats are taken one format after another, because a
+GPU does not hold several trainers. The durations are guesses.
 """
 
 import argparse
@@ -25,122 +25,30 @@ import shlex
 import shutil
 import signal
 import sys
+import tarfile
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_hour_plan import FOLDER, Part, Plan
 from gpu_hour_report import publish, read_figures, write_atomically
 from provenance import ROOT, commit, provenance
-from trainers import TRL
 
 from trl_qurl.lab.processes import ChildFailure, last_lines, run_child
 
 PACKAGES = ("vllm", "peft", "matplotlib", "rich", "pytest")
-FOLDER = "{folder}"
-"""Stands for the part's directory in its command."""
-
 OK, FAILED, SKIPPED = "ok", "failed", "skipped"
-PATIENCE = 3.0  # how many times its estimate a part may take, if there is time
+PATIENCE = 2.0  # how many times its estimate a part may take, if there is time
+IN_REHEARSALS = 20.0  # the same; the estimates are those of a GPU
+LARGEST = 10**6  # bytes of a file in the archive: logs, figures and pictures are smaller
 
 
-@dataclass(frozen=True)
-class Part:
-    """A part of the plan.
-
-    Attributes:
-        name: Also the name of its directory. The word before the first hyphen says how to read its
-            results.
-        command: What Python runs.
-        minutes: Estimated duration.
-        priority: 1 is the most important.
-        memory_gb: Size of the GPU that it needs.
-    """
-
-    name: str
-    command: Sequence[str]
-    minutes: float
-    priority: int
-    memory_gb: float = 0.0
-
-
-def make_plan(rehearse: bool) -> list[Part]:
-    """Return the parts in the order in which they run."""
-    # the trainer's weights, and three tenths of the GPU for an engine
-    large_gb = 0 if rehearse else 60
-    measured = ["--output", f"{FOLDER}/record.json", "--repeats", "1" if rehearse else "3"]
-    if rehearse:
-        measured += ["--engine-dtype", "float32"]
-
-    def script(name: str, size: str, *arguments: str) -> list[str]:
-        shape = ["--shape", "tiny" if rehearse else size]
-        return [f"{ROOT}/benchmarks/{name}.py", *shape, *arguments]
-
-    def bench(size: str, priority: int) -> Part:
-        """Rollouts of an engine alone at 7B; at 0.5B, steps."""
-        load = ["--scheme", "int8,fp8", "--batch", "256", "--prompt-len", "32", "--minutes", "1"]
-        engine: dict[str, Any] = {"compilation_config": {"mode": 0}}  # compiling takes a minute
-        if rehearse:
-            load = ["--scheme", "int8,fp8", "--batch", "8", "--train-batch", "4"]
-            load += ["--completion-len", "8", "--minutes", "0.1"]
-            engine = {"dtype": "float32", "enforce_eager": True}
-        load += ["--engine-kwargs", json.dumps(engine), "--output", f"{FOLDER}/bench.json"]
-        memory_gb = large_gb if size == "7B" else 0
-        return Part(f"bench-{size}", script("shapes", size, *load), 3, priority, memory_gb)
-
-    tokens = ["--completions", "16", "--tokens", "8"]
-    if not rehearse:
-        tokens = ["--completions", "64", "--tokens", "512"]
-    adapter = ["--lora-rank", "16"]  # the optimizer of a whole 7B model would take 120 GB
-    if not rehearse:
-        adapter += ["--dtype", "bfloat16"]
-
-    def steps(size: str, way: str, minutes: float, priority: int) -> Part:
-        arguments = ["--ways", way, *tokens, *(adapter if size == "7B" else []), *measured]
-        name = f"steps-{size}-{way.replace(' ', '-')}"
-        memory_gb = large_gb if size == "7B" else 0
-        return Part(name, script("training_step", size, *arguments), minutes, priority, memory_gb)
-
-    # vLLM's CPU build cannot load the weights that TRL sends.
-    first = [TRL, "int8"] if torch.cuda.is_available() or not rehearse else ["int8"]
-    others = ["bf16", "fp8"]
-    sync = ["--ways", "bf16-stream", "int8-stream", "fp8-stream", "int8-checkpoint", *measured]
-    reload = [f"{ROOT}/benchmarks/gpu_reload.py", "--output", f"{FOLDER}/record.json"]
-    demo = ["-m", "trl_qurl", "demo", "--output-dir", FOLDER]
-    if rehearse:
-        demo += ["--rollouts", "10", "--required-share", "-1"]  # too few to learn anything
-    tests = ["-m", "pytest", "-q", "-m", "gpu", f"--junitxml={FOLDER}/tests.xml", f"{ROOT}/tests"]
-    return [
-        Part("reload", reload, 3.5, 1),
-        bench("7B", 2),
-        *(steps("0.5B", way, 1.25, 3) for way in first),
-        *(steps("7B", way, 2.5, 4) for way in (*first, *others)),
-        *(steps("0.5B", way, 1.25, 5) for way in others),
-        bench("0.5B", 6),
-        Part("sync-0.5B", script("weight_sync", "0.5B", *sync), 4, 7),
-        Part("demo", demo, 3, 8),
-        Part("tests", tests, 8, 9),
-    ]
-
-
-def choose(pending: Sequence[Part], minutes: float) -> list[Part]:
-    """Return the parts that fit into the time by their estimates, choosing the most important ones
-    first.
-    """
-    chosen = []
-    for part in sorted(pending, key=lambda part: part.priority):
-        if part.minutes <= minutes:
-            minutes -= part.minutes
-            chosen.append(part)
-    return [part for part in pending if part in chosen]
-
-
-def run_part(part: Part, directory: Path, minutes: float) -> dict[str, Any]:
-    """Run a part for at most so many minutes, and return what `results.json` says about it."""
+def run_part(part: Part, directory: Path, seconds: float) -> dict[str, Any]:
+    """Run a part for at most so many seconds, and return what `results.json` says about it."""
     folder, started = directory / part.name, time.monotonic()
     shutil.rmtree(folder, ignore_errors=True)  # results of a failed attempt
     folder.mkdir()
@@ -150,7 +58,7 @@ def run_part(part: Part, directory: Path, minutes: float) -> dict[str, Any]:
     command = [sys.executable, *(word.replace(FOLDER, str(folder)) for word in part.command)]
 
     def check_time(last_line: str) -> None:
-        if time.monotonic() - started > 60 * minutes:
+        if time.monotonic() - started > seconds:
             raise TimeoutError
 
     # Killed processes leave temporary files, and a 7B checkpoint can be one of them.
@@ -171,7 +79,7 @@ def run_part(part: Part, directory: Path, minutes: float) -> dict[str, Any]:
             result |= {
                 "status": FAILED,
                 "exit_status": None,
-                "reason": f"Killed after {minutes:.1f} minutes.",
+                "reason": f"Killed after {seconds:.0f} seconds.",
             }
         except ChildFailure as error:
             killed = f"Killed by signal {-error.status}. " if error.status < 0 else ""
@@ -194,50 +102,50 @@ def run_part(part: Part, directory: Path, minutes: float) -> dict[str, Any]:
 
 
 def run_plan(
-    parts: Sequence[Part], directory: Path, minutes: float, record: dict[str, Any]
+    parts: Sequence[Part],
+    directory: Path,
+    minutes: float,
+    record: dict[str, Any],
+    archive: Path | None = None,
 ) -> None:
     """Run the remaining parts that fit into the time, and save the results after each one."""
-    results, deadline = record["parts"], time.monotonic() + 60 * minutes
-    pending = []
+    results = record["parts"]
+    deadline = time.monotonic() + 60 * minutes
+    patience = IN_REHEARSALS if record["rehearsal"] else PATIENCE
     for part in parts:
+        left = max(0.0, deadline - time.monotonic())
         if results.get(part.name, {}).get("status") == OK:
             print(f"{part.name}: done before")
         elif part.memory_gb > record.get("gpu_gb", 0.0):
             _skip(part, f"Needs a GPU with {part.memory_gb:.0f} GB.", results)
+        elif part.seconds > left:
+            reason = f"Takes about {part.seconds:.0f} s, but {left:.0f} s were left."
+            _skip(part, f"{reason} The same command resumes.", results)
         else:
-            pending.append(part)
-    while chosen := choose(pending, left := (deadline - time.monotonic()) / 60):
-        # Where time is short, important parts run first: one that is faster than its estimate makes
-        # room for the next.
-        part = (
-            chosen[0]
-            if len(chosen) == len(pending)
-            else min(chosen, key=lambda part: part.priority)
-        )
-        pending.remove(part)
-        # A part that hangs must not cost the more important ones their time.
-        reserved = sum(other.minutes for other in chosen if other.priority < part.priority)
-        limit = min(PATIENCE * part.minutes, left - reserved)
-        print(
-            f"{part.name}: about {part.minutes:g} minutes, at most {limit:.1f}; {left:.0f} are "
-            "left",
-            flush=True,
-        )
-        result = results[part.name] = run_part(part, directory, limit)
-        print(
-            f"{part.name}: {result['status']} after {result['seconds']:.0f} s. "
-            f"{result['reason'][:300]}",
-            flush=True,
-        )
+            limit = min(patience * part.seconds, left)
+            print(f"{part.name}: {limit:.0f} s at most; {left:.0f} s are left", flush=True)
+            result = results[part.name] = run_part(part, directory, limit)
+            print(
+                f"{part.name}: {result['status']} after {result['seconds']:.0f} s. "
+                f"{result['reason'][:300]}",
+                flush=True,
+            )
+        record["parts"] = {
+            other.name: results[other.name] for other in parts if other.name in results
+        }
         publish(record, directory)
-    for part in pending:
-        reason = (
-            f"Takes about {part.minutes:g} minutes, but {max(left, 0.0):.1f} were left. The same "
-            "command resumes."
-        )
-        _skip(part, reason, results)
-    record["parts"] = {part.name: results[part.name] for part in parts}
-    publish(record, directory)
+        if archive is not None:
+            pack(directory, archive)
+
+
+def pack(directory: Path, archive: Path) -> None:
+    """Pack the files of a directory that are not large, replacing the last archive atomically."""
+    tmp = archive.with_name(f".{archive.name}")
+    with tarfile.open(tmp, "w:gz") as packed:
+        for path in sorted(directory.rglob("*")):
+            if path.is_file() and path.stat().st_size <= LARGEST:
+                packed.add(path, Path(directory.name, path.relative_to(directory)))
+    os.replace(tmp, archive)
 
 
 def _skip(part: Part, reason: str, results: dict[str, Any]) -> None:
@@ -293,6 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--minutes", type=float, default=40.0, help="time for all parts (default: %(default)g)"
     )
+    parser.add_argument("--archive", type=Path, metavar="FILE", help="a .tgz of everything")
     parser.add_argument(
         "--rehearse", action="store_true", help="tiny models, in float32 where there is a choice"
     )
@@ -316,10 +225,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     try:
         run_plan(
-            make_plan(arguments.rehearse),
+            Plan(arguments.rehearse).parts(),
             arguments.output.resolve(),
             arguments.minutes,
             record,
+            arguments.archive,
         )
     except KeyboardInterrupt:
         print("Interrupted. The same command resumes.")

@@ -20,7 +20,7 @@ from provenance import ROOT, result_path, write_record
 from trainers import TRL
 from training_step import PARTS
 
-from trl_qurl.lab.comparison import BASELINE, label
+from trl_qurl.lab.comparison import label
 from trl_qurl.lab.curves import COLORS
 from trl_qurl.lab.processes import last_lines
 from trl_qurl.lab.runs import read_run
@@ -67,12 +67,16 @@ def read_figures(kind: str, folder: Path) -> dict[str, Any]:
         figures = {name: record[name] for name in names if name in record}
         summary = f"{passed} of {len(trials)} trials passed"
         return {"summary": summary, "trials": trials, **figures}
-    if kind not in ("sync", "steps"):
+    if kind not in ("pack", "host", "sync", "steps"):
         return {"summary": last_lines(folder / "log.txt", 1)}
+    record = json.loads((folder / "record.json").read_text())
+    load = record.get("load") or record.get("protocol") or {}
     cells = []
-    for cell in json.loads((folder / "record.json").read_text())["cells"]:
+    for cell in record["cells"]:
         # of weight_sync.py
         cell.setdefault("way", f"{cell.get('scheme') or 'bf16'}, {cell.get('transport')}")
+        if "tokens" in load:
+            cell["tokens"] = load["tokens"]
         # the medians
         cells.append({name: value for name, value in cell.items() if not isinstance(value, list)})
     return {
@@ -114,10 +118,7 @@ def publish(record: dict[str, Any], directory: Path) -> None:
         "**A rehearsal with tiny models in float32: the figures mean nothing.**"
         if record["rehearsal"]
         else "",
-        *(
-            tabulate(record)
-            for tabulate in (part_table, reload_table, rollout_table, step_table, sync_table)
-        ),
+        *(tabulate(record) for tabulate in TABLES),
         *(
             f"![{caption}]({name})"
             for name, caption in PICTURES.items()
@@ -179,18 +180,63 @@ def reload_table(record: dict[str, Any]) -> str:
     return markdown_table("Reloads", columns, rows)
 
 
+def pack_table(record: dict[str, Any]) -> str:
+    """Say whether weights are rounded to the same bits as on a CPU."""
+    rows = []
+    for cell in record["parts"].get("pack", {}).get("figures", {}).get("cells", ()):
+        answer = cell.get("failure", "the same")[:300]
+        rows.append([cell["way"], answer, number(cell.get("pack_s"), 3, 1e-3)])
+    columns = ["format", "bits, compared with a CPU", "ms for 68 million weights"]
+    return markdown_table("Rounding", columns, rows)
+
+
 def rollout_table(record: dict[str, Any]) -> str:
-    """Compare rollouts with those in 16 bits."""
+    """Compare rollouts of an engine alone with those in 16 bits, and show the host's share."""
+    cells = [(size, cell) for size, cell in cells_of(record, "host") if "rollout_s" in cell]
+
+    def key(size: str, cell: Cell) -> tuple[Any, ...]:
+        return size, cell["answers"], cell["text"]
+
+    base = {key(size, cell): cell["rollout_s"] for size, cell in cells if cell["way"] == "bf16"}
+    rows = []
+    for size, cell in sorted(cells, key=lambda row: key(*row)):  # stable: formats stay in order
+        tokens = cell["answers"] * cell["tokens"]
+        speed = number(tokens, 0, cell["rollout_s"])
+        slowest = number(tokens, 0, cell["slowest_s"])
+        fastest = number(tokens, 0, cell["fastest_s"])
+        host = number(1e6 * cell["host_s"], 1, tokens)
+        row = [size, str(cell["answers"]), "yes" if cell["text"] else "no", cell["way"]]
+        gain = number(base.get(key(size, cell)), 2, cell["rollout_s"])
+        rows.append([*row, speed, f"{slowest}-{fastest}", gain, host])
+    columns = ["model", "answers", "text", "rollouts", "tokens per second", "min-max"]
+    columns += ["times as fast", "host, us a token"]
+    return markdown_table("Rollouts of an engine alone, in turns", columns, rows)
+
+
+def kernel_table(record: dict[str, Any]) -> str:
+    """Compare a decoding step with the time of its kernels."""
+    rows = []
+    for size, cell in cells_of(record, "host"):
+        if "wall_ms" not in cell:
+            continue
+        times = [number(cell[name], 2) for name in ("wall_ms", "kernel_ms")]
+        share = f"{cell['kernel_ms'] / cell['wall_ms']:.0%}"
+        rows.append([size, str(cell["answers"]), cell["way"], *times, share])
+    columns = ["model", "answers", "rollouts", "decoding step, ms", "its kernels, ms", "share"]
+    return markdown_table("Host against kernels (without text)", columns, rows)
+
+
+def bench_table(record: dict[str, Any]) -> str:
+    """Show the steps of `trl-qurl bench`."""
     cells = [(size, cell) for size, cell in cells_of(record, "bench") if "rollout_s" in cell]
-    base = {size: cell["rollout_s"] for size, cell in cells if cell["way"] == BASELINE}
     rows = []
     for size, cell in cells:
-        seconds = cell["rollout_s"]
-        speed = number(cell["batch"] * cell["tokens"], 0, seconds)
-        row = [size, str(cell["batch"]), str(cell["tokens"]), label(cell["way"]), speed]
-        rows.append([*row, number(base.get(size), 2, seconds)])
-    columns = ["model", "answers", "tokens each", "rollouts", "tokens per second", "times as fast"]
-    return markdown_table("Rollouts", columns, rows)
+        tokens = cell["batch"] * cell["tokens"]
+        host = number(1e6 * cell["host_s"], 1, tokens) if "host_s" in cell else "–"
+        seconds = [number(cell.get(f"{part}_s")) for part in ("step", "sync", "rollout", "update")]
+        rows.append([size, label(cell["way"]), *seconds, host])
+    columns = ["model", "rollouts", "step, s", "sync", "rollout", "update", "host, us a token"]
+    return markdown_table("Steps in turns (trl-qurl bench)", columns, rows)
 
 
 def sync_table(record: dict[str, Any]) -> str:
@@ -206,15 +252,31 @@ def sync_table(record: dict[str, Any]) -> str:
 
 def step_table(record: dict[str, Any]) -> str:
     """Compare steps and their parts with BF16 rollouts and with plain TRL."""
-    cells = list(cells_of(record, "steps"))
-    seconds = {(size, cell["way"]): cell.get("step_s") for size, cell in cells}
+    cells = sorted(cells_of(record, "steps"), key=lambda row: (row[0], row[1].get("tokens", 0)))
+    seconds = {(size, cell.get("tokens"), cell["way"]): cell.get("step_s") for size, cell in cells}
     rows = []
     for size, cell in cells:
+        tokens = cell.get("tokens")
         parts = [number(cell.get(f"{part}_s")) for part in ("step", *PARTS)]
-        gains = [number(seconds.get((size, base)), 2, cell.get("step_s")) for base in ("bf16", TRL)]
-        rows.append([size, cell["way"], *parts, *gains])
-    columns = ["model", "rollouts", "step, s", *PARTS, "speed-up over bf16", "over plain TRL"]
+        bases = [seconds.get((size, tokens, base)) for base in ("bf16", TRL)]
+        gains = [number(base, 2, cell.get("step_s")) for base in bases]
+        rows.append([size, str(tokens), cell["way"], *parts, *gains])
+    columns = ["model", "tokens", "rollouts", "step, s", *PARTS]
+    columns += ["speed-up over bf16", "over plain TRL"]
     return markdown_table("Training steps (7B: of an adapter)", columns, rows)
+
+
+TABLES = (
+    part_table,
+    pack_table,
+    reload_table,
+    rollout_table,
+    kernel_table,
+    step_table,
+    bench_table,
+    sync_table,
+)
+"""The tables of `results.md`."""
 
 
 # Pictures
@@ -223,7 +285,8 @@ def step_table(record: dict[str, Any]) -> str:
 
 def draw_steps(record: dict[str, Any], path: Path) -> None:
     """Draw a bar per model and format: the seconds of a step's parts."""
-    cells = [(size, cell) for size, cell in cells_of(record, "steps") if "step_s" in cell]
+    measured = [(size, cell) for size, cell in cells_of(record, "steps") if "step_s" in cell]
+    cells = [(f"{size}, {cell['tokens']} tokens", cell) for size, cell in measured]
     if not cells:
         return
     counts = {size: sum(size == other for other, _ in cells) for size, _ in cells}
@@ -245,7 +308,7 @@ def draw_steps(record: dict[str, Any], path: Path) -> None:
         )
         axes.invert_yaxis()
         axes.margins(x=0.08)
-        axes.set_ylabel(size)
+        axes.set_title(size, loc="left", fontsize=8)
     rows[-1].set_xlabel("seconds")
     save(figure, "A training step", record, path)
 
@@ -276,7 +339,7 @@ def headed(record: dict[str, Any], text: str) -> str:
 
 
 PAGES = {
-    ROOT / "docs" / "performance.md": (rollout_table, step_table),
+    ROOT / "docs" / "performance.md": (rollout_table, kernel_table, step_table),
     ROOT / "docs" / "choosing.md": (reload_table,),
 }
 """The tables of each page."""

@@ -16,7 +16,7 @@ from trl_qurl.lab.bench import run
 from trl_qurl.lab.bench.child import Child
 from trl_qurl.lab.bench.plan import Job, Load
 from trl_qurl.lab.bench.trial import random_model
-from trl_qurl.lab.bench.verdict import Speedup, speedup, verdict
+from trl_qurl.lab.bench.verdict import Speedup, compare, speedup, verdict
 from trl_qurl.lab.demo.task import build_tokenizer
 
 SMALL = ["--prompt-len", "16", "--completion-len", "12", "--batch", "8", "--train-batch", "2"]
@@ -78,6 +78,39 @@ def test_a_dry_run_says_what_fits(qwen_7b, capsys, options, said):
     assert main(["bench", qwen_7b, "--scheme", "int8", *options]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert all(words in printed for words in ["7.62 billion", "16 bits, INT8", *said]), printed
+
+
+@pytest.mark.parametrize(
+    ("size", "capability", "gigabytes", "is_told"),
+    [
+        ("0.5B", (9, 0), "141", True),
+        ("0.5B", (8, 0), "80", True),
+        ("0.5B", (8, 0), "24", False),  # an A30
+        ("0.5B", (8, 9), "48", False),  # Ada's memory is slow
+        ("7B", (9, 0), "141", False),
+        ("0.5B", None, "141", False),
+    ],
+)
+def test_a_small_model_on_a_large_gpu(
+    size, capability, gigabytes, is_told, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr("trl_qurl.quantization.formats.gpu_capability", lambda: capability)
+    SHAPES[size].build(torch.bfloat16, torch.device("meta")).config.save_pretrained(tmp_path)
+    command = ["bench", str(tmp_path), "--scheme", "int8", "--dry-run", gigabytes]
+    assert main(command) == 0
+    assert ("Calculated, not measured" in capsys.readouterr().out) == is_told
+
+
+def test_a_token_inside_and_outside_of_the_engine():
+    """Of 4 s for 2,000 tokens, 1 s is the host's: 500 us a token. A server does not tell."""
+    colocated = {"rollout": 4.0, "host": 1.0, "step": 5.0, "peak": 1.0}
+    served = {"rollout": 4.0, "step": 5.0, "peak": 1.0}
+    _, sentences = compare({"int8": [colocated], "fp8": [served]}, 2000)
+    told = [sentence for sentence in sentences if "a token takes" in sentence]
+    assert told == [
+        "INT8: a token takes 1500.0 us in the engine's steps, and 500.0 us of the host's time "
+        "around them."
+    ]
 
 
 @pytest.mark.parametrize(
@@ -207,6 +240,7 @@ def test_steps_of_the_real_trainer(bench, further):
         assert 0 < sum(parts) <= 1.02 * step["step"], "the parts are no more than the step"
         assert (step["score"] > 0) == ("--updates" in further), "scored in the update if it is one"
         assert 0.1 < step["peak"] < 10
+        assert 0 < step["host"] < step["rollout"] / 2, "a model on a CPU is slower than its host"
     assert "INT8 is open: " in printed
 
 
@@ -218,7 +252,7 @@ def test_an_engine_alone(bench, monkeypatch):
     record, printed = bench(*COLOCATED)
     assert record["way"].startswith("the engine alone")
     for [step, *_] in record["steps"].values():
-        assert step.keys() == {"rollout", "peak"} and step["rollout"] > 0
+        assert step.keys() == {"rollout", "host", "peak"} and 0 < step["host"] < step["rollout"]
     assert "so far a rollout is" in printed.lower()
 
 
@@ -227,4 +261,4 @@ def test_an_engine_alone(bench, monkeypatch):
 def test_a_server(bench, int8_server):
     record, printed = bench("--scheme", "int8", "--vllm-server-base-url", int8_server.url)
     [[step, *_]] = record["steps"].values()
-    assert step["sync"] > 0 and step["rollout"] > 0
+    assert step["sync"] > 0 and step["rollout"] > 0 and "host" not in step

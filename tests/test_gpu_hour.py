@@ -3,9 +3,12 @@
 import importlib
 import json
 import sys
+import tarfile
+import time
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import completed
 from documents import ROOT
 
@@ -13,6 +16,7 @@ pytest.importorskip("matplotlib", reason="needs matplotlib (trl-qurl[plots])")
 
 BENCHMARKS = ROOT / "benchmarks"
 STEP = {"way": "bf16", "step_s": 2.0, "generate_s": 0.5, "update_s": 1.25}
+LOAD = {"tokens": 512}
 FAILED = {"way": "int8", "place": "engine", "batch": 8, "tokens": 4}
 FAILED["failure"] = "OSError: no kernel"
 HANG = """
@@ -37,7 +41,7 @@ def python(code):
 
 def measured(log, cell):
     """A command that writes the record of a benchmark and adds an x to a log."""
-    record = json.dumps({"cells": [cell]})
+    record = json.dumps({"load": LOAD, "cells": [cell]})
     write = f"pathlib.Path(sys.argv[1], 'record.json').write_text({record!r})"
     return [*python(f"open({str(log)!r}, 'a').write('x'); {write}"), "{folder}"]
 
@@ -52,17 +56,18 @@ def test_failures_are_recorded_and_a_second_run_repeats_only_them(gpu_hour, tmp_
     out = tmp_path / "out"
 
     def run(*parts):
-        plan = [gpu_hour.Part(name, command, 0.1, 1) for name, command in parts]
-        plan += [gpu_hour.Part("sync-0.5B", ["-c", HANG], 0.02, 2)]
-        plan += [gpu_hour.Part("steps-7B-bf16", [], 0.1, 3, memory_gb=10**6)]
-        monkeypatch.setattr(gpu_hour, "make_plan", lambda *_: plan)
-        assert gpu_hour.main(["-o", str(out), "--rehearse", "--minutes", "2"]) == 1
+        plan = [gpu_hour.Part(name, command, 5) for name, command in parts]
+        plan += [gpu_hour.Part("sync-0.5B", ["-c", HANG], 0.1)]
+        plan += [gpu_hour.Part("steps-7B-512-bf16", [], 5, memory_gb=10**6)]
+        monkeypatch.setattr(gpu_hour.Plan, "parts", lambda plan_of: plan)
+        options = ["--rehearse", "--minutes", "2", "--archive", str(tmp_path / "all.tgz")]
+        assert gpu_hour.main(["-o", str(out), *options]) == 1
         record = json.loads((out / "results.json").read_text())["parts"]
         assert record["sync-0.5B"]["status"] == "failed"
-        assert record["steps-7B-bf16"]["status"] == "skipped"
+        assert record["steps-7B-512-bf16"]["status"] == "skipped"
         return record
 
-    steps = ("steps-0.5B-bf16", measured(log, STEP))
+    steps = ("steps-0.5B-512-bf16", measured(log, STEP))
     syncs = ("sync-7B-int8", measured(log, FAILED))
     first = run(steps, syncs, ("tests", python("print('2 failed'); sys.exit(3)")))
     assert first["tests"]["reason"] == "2 failed"
@@ -71,38 +76,55 @@ def test_failures_are_recorded_and_a_second_run_repeats_only_them(gpu_hour, tmp_
     child = (out / "sync-0.5B" / "log.txt").read_text()
     assert not is_running(int(child)), "a process of the part's group survived"
     second = run(steps, syncs, ("tests", python("print('2 passed')")))
-    assert second["tests"]["status"] == second["steps-0.5B-bf16"]["status"] == "ok"
+    assert second["tests"]["status"] == second["steps-0.5B-512-bf16"]["status"] == "ok"
     assert log.read_text() == "xxx", "the step was measured once, and the failed part twice"
-    assert second["steps-0.5B-bf16"]["figures"]["cells"] == [STEP]
+    assert second["steps-0.5B-512-bf16"]["figures"]["cells"] == [STEP | LOAD]
     assert str(out) not in json.dumps(second), "results that are posted show no private paths"
-    assert "| 0.5B | bf16 | 2.00 |" in (out / "results.md").read_text()
+    assert "| 0.5B | 512 | bf16 | 2.00 |" in (out / "results.md").read_text()
     assert (out / "steps.png").exists()
+    with tarfile.open(tmp_path / "all.tgz") as archive:
+        names = archive.getnames()
+    assert {"out/results.md", "out/steps-0.5B-512-bf16/record.json"} <= {*names}
 
 
-def test_less_important_parts_give_way(gpu_hour):
-    first = gpu_hour.Part("first", [], minutes=3, priority=2)
-    second = gpu_hour.Part("second", [], minutes=5, priority=3)
-    third = gpu_hour.Part("third", [], minutes=4, priority=1)
-    fourth = gpu_hour.Part("fourth", [], minutes=2, priority=4)
-    parts = [first, second, third, fourth]
-    # The third takes 4 of 9 minutes, the first 3 more. The second needs 5, and the fourth fits.
-    assert gpu_hour.choose(parts, 9) == [first, third, fourth]
-    assert gpu_hour.choose(parts, 14) == parts
-    assert gpu_hour.choose(parts, 3) == [first]
+def test_a_part_that_does_not_fit_gives_way_to_the_next(gpu_hour, tmp_path, monkeypatch):
+    """Of 6 seconds, the first part takes what it takes: 60 do not fit then, and 1 does."""
+    plan = [gpu_hour.Part("first", python("print('first')"), 4)]
+    plan += [gpu_hour.Part("long", python("print('long')"), 60)]
+    plan += [gpu_hour.Part("short", python("print('short')"), 1)]
+    monkeypatch.setattr(gpu_hour.Plan, "parts", lambda plan_of: plan)
+    out = tmp_path / "out"
+    assert gpu_hour.main(["-o", str(out), "--rehearse", "--minutes", "0.5"]) == 0
+    parts = json.loads((out / "results.json").read_text())["parts"]
+    assert [part["status"] for part in parts.values()] == ["ok", "skipped", "ok"]
+    assert "The same command resumes" in parts["long"]["reason"]
+
+
+def test_on_a_gpu_a_part_is_killed_after_twice_its_estimate(gpu_hour, tmp_path):
+    """A rehearsal leaves it more, but never more than the time that is left."""
+    for rehearsal, killed in ((False, "Killed after 2 seconds."), (True, "Killed after 4 seconds")):
+        record = {"hardware": "", "date": "", "commit": "", "versions": {}, "parts": {}}
+        record["rehearsal"] = rehearsal
+        parts = [gpu_hour.Part("tests", ["-c", HANG], 1)]
+        gpu_hour.run_plan(parts, tmp_path, 4.3 / 60, record)
+        assert record["parts"]["tests"]["reason"].startswith(killed)
 
 
 @pytest.mark.parametrize("rehearse", [False, True])
 def test_the_plan_fits_and_its_options_exist(rehearse, gpu_hour, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    plan = gpu_hour.make_plan(rehearse)
-    assert gpu_hour.choose(plan, 40) == plan and len({part.name for part in plan}) == len(plan)
-    names = [part.name for part in gpu_hour.choose(plan, 9)]
-    assert names == ["reload", "bench-7B", "steps-0.5B-plain-TRL", "steps-0.5B-int8"]
+    plan = gpu_hour.Plan(rehearse).parts()
+    names = [part.name for part in plan]
+    assert sum(part.seconds for part in plan) <= 40 * 60 and len({*names}) == len(plan)
+    steps = ["steps-0.5B-512-plain-TRL", "steps-0.5B-512-bf16"]
+    assert names[:5] == ["pack", "reload", "host-7B", *steps]
+    assert sum(part.seconds for part in plan[:5]) <= 8.5 * 60, "what ten minutes of a GPU are for"
     sources = "".join(path.read_text() for path in BENCHMARKS.glob("*.py"))
     commands = [part.command for part in plan if part.command[0].startswith(str(BENCHMARKS))]
     assert commands
     for word in sum(commands, []):
-        assert not word.startswith("--") or word == "--layers" or f'"{word}"' in sources
+        name = word.removeprefix("--")
+        assert name == word or f'"--{name}"' in sources or f'"{name}"' in sources, word
 
 
 @pytest.fixture
@@ -117,16 +139,19 @@ def test_the_pages_show_what_is_stored(report):
 
 
 def test_results_fill_the_pages(report, tmp_path, monkeypatch):
-    """Figures of three parts, written by their scripts, on a made-up card."""
-    load = {"batch": 256, "completion_len": 512}
-    steps = {"none": [{"rollout": 8.0}], "int8": [{"rollout": 4.0}, {"rollout": 5.0}]}
-    bench = {"way": "the engine alone", "load": load, "steps": steps, "failures": {"fp8": "no"}}
+    """Figures of some parts, written by their scripts, on a made-up card."""
     trial = {"format": "int8", "name": "train-int8", "status": "ok", "text": "", "advice": ""}
     trial["data"] = {"kernels": ["Cutlass"], "runner": "V2", "distance": 0.0}
+    rollout = {"answers": 64, "text": True, "rollouts": [], "fastest_s": 0.5, "slowest_s": 2.0}
+    # 64 x 256 = 16,384 tokens in 1 or 2 s; of the latter, 0.32768 s are 20 us a token
+    cells = [{"way": "bf16", **rollout, "rollout_s": 2.0, "host_s": 0.32768}]
+    cells += [{"way": "int8", **rollout, "rollout_s": 1.0, "host_s": 0.2}]
+    cells += [{"way": "int8", "answers": 64, "wall_ms": 5.0, "kernel_ms": 4.0}]
+    host = {"protocol": {"tokens": 256}, "cells": cells}
     figures = {
-        "bench-7B": ("bench", "bench.json", bench),
+        "host-7B": ("host", "record.json", host),
         "reload": ("reload", "record.json", {"kernels": {}, "trials": [trial]}),
-        "steps-0.5B-int8": ("steps", "record.json", {"cells": [STEP]}),
+        "steps-0.5B-512-int8": ("steps", "record.json", {"load": LOAD, "cells": [STEP]}),
     }
     parts = {}
     for name, (kind, file, content) in figures.items():
@@ -147,8 +172,10 @@ def test_results_fill_the_pages(report, tmp_path, monkeypatch):
     assert report.main([str(run)]) == report.main([str(run)]) == 0
     performance, choosing = (page.read_text() for page in pages)
     assert "**NVIDIA X**, 2026-11-27, commit abc" in performance
-    assert "| 7B | 256 | 512 | INT8 | 29,127 | 1.78 |" in performance
-    assert "| 0.5B | bf16 | 2.00 |" in performance and "## Where the time goes" in performance
+    assert "| 7B | 64 | yes | bf16 | 8,192 | 8,192-32,768 | 1.00 | 20.0 |" in performance
+    assert "| 7B | 64 | yes | int8 | 16,384 | 8,192-32,768 | 2.00 | 12.2 |" in performance
+    assert "| 7B | 64 | int8 | 5.00 | 4.00 | 80% |" in performance
+    assert "| 0.5B | 512 | bf16 | 2.00 |" in performance and "## Where the time goes" in performance
     assert "| int8 | train-int8 | Cutlass | V2 | 0.0e+00 |" in choosing
     assert performance.count("NVIDIA X") == 1, "a second time, it is replaced"
     (run / "results.json").write_text(json.dumps(record | {"rehearsal": True}))
@@ -168,6 +195,79 @@ def test_a_directory_with_other_files_is_refused(gpu_hour, tmp_path, capsys):
         gpu_hour.main(["-o", str(tmp_path), "--rehearse"])
     assert "-o" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_the_steps_of_bench_are_a_table(report):
+    """64 x 256 tokens, of whose rollout 0.16384 s are the host's: 10 us a token."""
+    taken = {"step": 8.0, "sync": 1.0, "rollout": 4.0, "host": 0.16384, "update": 3.0}
+    result = {"way": "steps in turns", "load": {"batch": 64, "completion_len": 256}}
+    result |= {"steps": {"int8": [taken]}, "failures": {"fp8": "no"}}
+    figures = report.read_bench(result)
+    table = report.bench_table({"parts": {"bench-0.5B": {"figures": figures}}})
+    assert "| 0.5B | INT8 | 8.00 | 1.00 | 4.00 | 3.00 | 10.0 |" in table and "FP8" not in table
+
+
+def test_other_bits_are_named(report, tmp_path, monkeypatch):
+    """A device that rounds 3 up to 4, and one that hides a NaN."""
+    pack = importlib.import_module("gpu_pack")
+    assert pack.differences("int8", torch.bfloat16, "cpu") == []
+    scheme = pack.get_scheme("int8")
+    exact = type(scheme).quantize
+
+    def wrong(scheme, weight):
+        tensors = exact(scheme, weight)
+        if weight.shape == (3, 136) and weight.sum() != 0:
+            calls.append(weight)
+            tensors["weight"][0, 0] += len(calls) % 2
+        tensors["weight_scale"] = tensors["weight_scale"].nan_to_num(1.0)
+        return tensors
+
+    calls = []
+    monkeypatch.setattr(type(scheme), "quantize", wrong)
+    named = pack.differences("int8", torch.float32, "cpu")
+    assert named[0] == "3 x 136, weight: 1 of 408 bytes differ"
+    assert [text.split(":")[0] for text in named[1:]] == ["nan", "inf", "-inf"]
+    (tmp_path / "record.json").write_text(
+        json.dumps({"cells": [{"way": "int8 from float32", "failure": named[0]}]})
+    )
+    part = {"figures": report.read_figures("pack", tmp_path)}
+    assert named[0] in report.pack_table({"parts": {"pack": part}})
+
+
+class Core:
+    """Stands for an engine's core: a step takes 10 ms by the clock, of which few are an operator's."""
+
+    def __init__(self):
+        self.taken = self.profiled = 0
+
+    def get_output(self):
+        self.taken += 1
+        self.profiled += torch.autograd._profiler_enabled()
+        time.sleep(0.01)
+        return torch.ones(10).sum().item()
+
+
+def test_steps_are_timed_and_profiled(monkeypatch):
+    """The clock runs before the profiler starts; what follows both is not counted."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    host = importlib.import_module("gpu_host")
+    core = Core()
+    profiled = host.ProfiledSteps(core, 3)
+    with profiled:
+        results = {core.get_output() for _ in range(host.WARM_UP + 3 + 3 + 5)}
+    assert results == {10.0} and core.taken == host.WARM_UP + 11
+    core.get_output()
+    assert core.taken == host.WARM_UP + 12
+    times = profiled.milliseconds()
+    assert 10 <= times["wall_ms"] < 20 and 0 < times["kernel_ms"] < times["wall_ms"] / 2
+    assert core.profiled == 3
+
+
+def test_random_tokens_become_text(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    tokenizer = importlib.import_module("gpu_host").make_tokenizer(2000)
+    assert len(tokenizer) == 2000
+    assert tokenizer.decode([256, 257, 256 + 26 * 26]) == "aaab" + "aaa"
 
 
 @pytest.mark.vllm

@@ -5,7 +5,6 @@ import weakref
 
 import pytest
 import torch
-from compressed_tensors.compressors.mx_utils import compress_mx_scale
 from compressed_tensors.quantization import preset_name_to_scheme
 from compressed_tensors.quantization.lifecycle import forward_helpers
 from compressed_tensors.quantization.quant_args import round_to_quantized_type_args
@@ -37,7 +36,6 @@ from trl_qurl.quantization.merging import model_parameters
 
 INT8 = SCHEMES["int8"]
 FP8_BLOCK = SCHEMES["fp8_block"]
-MXFP8 = SCHEMES["mxfp8"]
 EPS = torch.finfo(torch.float32).eps
 
 
@@ -107,18 +105,6 @@ def test_int8_activations_have_a_scale_per_token():
 def test_weights_that_a_format_cannot_round_are_refused(scheme, weight, named):
     with pytest.raises(ValueError, match=named):
         scheme.quantize(weight)
-
-
-def test_mxfp8_codes_by_hand():
-    # Group 0: 448 is 1.75 x 2^8, which rounds up to 2^9; E4M3's largest exponent is 8, so the
-    # shared power is 2^1 (128 with E8M0's bias). 448 / 2 = 224, and 17 / 2 = 8.5 ties to 8. Group
-    # 1: 3 is 1.5 x 2^1: 2^(1-8) (120), and 3 x 128 = 384. Group 2: all zero: 2^-127.
-    weight = torch.zeros(1, 96)
-    weight[0, [0, 1, 32]] = torch.tensor([448.0, -17.0, 3.0])
-    tensors = MXFP8.quantize(weight)
-    assert tensors["weight_scale"].tolist() == [[128, 120, 0]]
-    assert tensors["weight"][0, [0, 1, 32]].tolist() == [224, -8, 384]
-    assert MXFP8.dequantize(tensors)[0, [0, 1, 32]].tolist() == [448, -16, 3]
 
 
 @pytest.mark.parametrize(
@@ -214,7 +200,7 @@ def reference_scale(scheme, weight):
     observed = preset_name_to_scheme(scheme.preset, targets=["Linear"]).weights
     groups = flatten_for_calibration(weight, "weight", observed)[0]
     scale, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), observed)
-    return compress_mx_scale(scale, torch.uint8) if scheme is MXFP8 else scale
+    return scale
 
 
 @needs_llmcompressor

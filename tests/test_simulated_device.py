@@ -43,10 +43,10 @@ SHAPE = {
     "num_key_value_heads": 2,
 }
 # per decoder layer
-LAUNCHES = {"int8": 270, "fp8": 220, "fp8_block": 220, "mxfp8": 440, "w4a16": 310, "w8a16": 280}
+LAUNCHES = {"int8": 270, "fp8": 220, "fp8_block": 220, "w4a16": 310, "w8a16": 280}
 # Read and written by operators per weight of a layer, and of the embedding: one pass over float32
 # is 8. Those of INT8 include smoothing, in a sync that collects magnitudes.
-BYTES = {"int8": 72, "fp8": 51, "fp8_block": 51, "mxfp8": 62, "w4a16": 56, "w8a16": 56}
+BYTES = {"int8": 72, "fp8": 51, "fp8_block": 51, "w4a16": 56, "w8a16": 56}
 EMBEDDING_BYTES = 27
 VIEWS = {
     "view", "_unsafe_view", "t", "transpose", "permute", "expand", "slice", "select", "split", "split_with_sizes",

@@ -35,7 +35,6 @@ ALWAYS = {
     Case("A100", "w4a16"): {"qkv_proj": "MarlinLinearKernel"},
     Case("H100", "w4a16"): {"qkv_proj": "MacheteLinearKernel"},
     Case("H100", "w4a16", adapter=True): {"base_layer": "MacheteLinearKernel"},
-    Case("B200", "mxfp8"): {"qkv_proj": "FlashInferCutedslMxfp8LinearKernel"},
     Case("A100", mixed("int8", "w8a16")): {
         "qkv_proj": "CutlassInt8ScaledMMLinearKernel",
         "down_proj": "MarlinLinearKernel",
@@ -50,10 +49,7 @@ ALWAYS = {
 
 def runs(case: Case) -> bool:
     """Check that we accept the formats on the GPU."""
-    return all(
-        scheme.runs_on(GPUS[case.gpu]) and (case.has_flashinfer or not scheme.needs_flashinfer)
-        for scheme in case.schemes
-    )
+    return all(scheme.runs_on(GPUS[case.gpu]) for scheme in case.schemes)
 
 
 # Other packages may register formats that vLLM runs by these kernels.
@@ -62,14 +58,11 @@ WEIGHT_ONLY = [replace(case, is_refused=False) for case in MATRIX if not runs(ca
 CORNERS = [
     *WEIGHT_ONLY,
     *(Case("B200", scheme.name, runner="V1") for scheme in FORMATS),
-    *(Case("B200", name, adapter=True) for name in ("int8", "fp8", "mxfp8")),
+    *(Case("B200", name, adapter=True) for name in ("int8", "fp8")),
     Case("A100", "w4a16", adapter=True),
-    Case("B200", "mxfp8", has_flashinfer=False),
-    Case("B200", "mxfp8", has_flashinfer=False, is_refused=False),
     Case("A100", "fp8", disabled="HummingFP8ScaledMMLinearKernel", is_refused=False),
     *(Case("H100", name, head=True) for name in ("int8", "fp8", "w4a16", "w8a16")),
     Case("A100", "w4a16", head=True),
-    Case("B200", "mxfp8", head=True),
     *(Case("H100", name, sleeps=True, cache="fp8") for name in ("int8", "fp8_block", "w4a16")),
     *(Case("H100", "fp8", sleeps=True, cache=f"{kind}_per_token_head") for kind in ("int8", "fp8")),
     Case("A100", "w4a16", sleeps=True),
@@ -79,7 +72,6 @@ CORNERS = [
     *(Case("H100", mixed(name, "w4a16"), rank=rank) for name in ("int8", "fp8") for rank in (0, 1)),
     Case("A100", mixed("int8", "w4a16"), sleeps=True),
     Case("A100", "w4a16", "qwen3"),
-    Case("B200", "mxfp8", "qwen3"),
     Case("A100", "fp8", "qwen3", sleeps=True, is_refused=False),
     *(
         Case(gpu, name, "qwen3_moe", experts=True, has_flashinfer=False)
@@ -114,12 +106,6 @@ FAULTS = [
     (
         "A bias without a loader",
         Case("RTX 40", "fp8_block", is_refused=False),
-        "reload",
-        "AssertionError",
-    ),
-    (
-        "A bias without a loader",
-        Case("B200", "mxfp8", has_flashinfer=False, is_refused=False),
         "reload",
         "AssertionError",
     ),

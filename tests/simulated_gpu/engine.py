@@ -93,7 +93,6 @@ def simulate(case: Case) -> Report:
         from trl_qurl.rollout.checks import hardware
 
         hardware.gpu_capability = lambda: GPUS[case.gpu]
-        hardware.has_flashinfer = lambda: case.has_flashinfer
         os.environ.update(hardware.kernel_environment(*case.schemes * case.is_refused))
         if case.disabled:
             os.environ["VLLM_DISABLED_KERNELS"] = (

@@ -1,7 +1,7 @@
 """Quantize and dequantize a layer's inputs as vLLM's kernels do.
 
 The kernels differ from compressed-tensors: for INT8 they map a token's largest input to 127, not
-127.5. For MXFP8 they raise a shared exponent only if the largest input would exceed 448.
+127.5.
 """
 
 import torch
@@ -9,11 +9,6 @@ import torch
 LARGEST_FP8 = 448.0
 # Blockwise FP8 kernels clamp the absmax of a group of inputs to this.
 SMALLEST_GROUP_ABSMAX = 1e-10
-
-MANTISSA_BITS = 23  # of float32
-LARGEST_FP8_EXPONENT = 8  # of E4M3, which ends at 1.75 * 2^8
-BELOW_QUARTER = (1 << (MANTISSA_BITS - 2)) - 1
-"""Adding this to a float32's bits raises the exponent if the mantissa exceeds 1.75."""
 
 
 def exact(inputs: torch.Tensor) -> torch.Tensor:
@@ -49,24 +44,6 @@ def fp8_per_group(inputs: torch.Tensor, size: int = 128) -> torch.Tensor:
     return (codes * scale).flatten(-2).to(inputs.dtype)
 
 
-def mxfp8(inputs: torch.Tensor, size: int = 32) -> torch.Tensor:
-    """Round to MXFP8: E4M3 with one power of two per `size` inputs as their scale.
-
-    It is the smallest power that brings the inputs to at most 448.
-    """
-    groups = inputs.float().unflatten(-1, (-1, size))  # (..., groups, size)
-    largest = groups.abs().amax(-1, keepdim=True)
-    raised = largest.view(torch.int32) + BELOW_QUARTER
-    # Biased, as E8M0 stores it.
-    exponent = (raised >> MANTISSA_BITS).sub_(LARGEST_FP8_EXPONENT).clamp_(min=0)
-    # Built from bits, because pow rounds differently on each device. 2^-127 is subnormal.
-    subnormal = 1 << (MANTISSA_BITS - 1)
-    bits = torch.where(exponent == 0, subnormal, exponent << MANTISSA_BITS)
-    scale = bits.int().view(torch.float32)
-    codes = _to_fp8(groups / scale)
-    return (codes * scale).flatten(-2).to(inputs.dtype)
-
-
 def divide_exactly(tensor: torch.Tensor, number: float) -> torch.Tensor:
     """Divide by a number with the same rounding on every device.
 
@@ -90,7 +67,6 @@ ACTIVATIONS = {
     "int8": int8_per_token,
     "fp8": fp8_per_token,
     "fp8_block": fp8_per_group,
-    "mxfp8": mxfp8,
 }
 """By format. Others leave activations exact; one of your own may add itself."""
 

@@ -120,15 +120,6 @@ FORMATS = (
         ),
     ),
     QuantizationScheme(
-        name="mxfp8",
-        preset="MXFP8",
-        checkpoint_format="mxfp8-quantized",
-        # Blackwell and later; on older GPUs vLLM's kernel leaves activations exact.
-        lowest_gpu=(10, 0),
-        cpus=None,
-        needs_flashinfer=True,  # vLLM's other kernel for it, Marlin, leaves activations exact
-    ),
-    QuantizationScheme(
         name="w4a16",
         preset="W4A16",
         checkpoint_format="pack-quantized",

@@ -37,7 +37,6 @@ class QuantizationScheme:
     lowest_gpu: tuple[int, int]
     # Instructions that vLLM's kernels for CPUs need, as torch names them; `None` without kernels.
     cpus: str | None
-    needs_flashinfer: bool = False  # whether vLLM's kernels for GPUs are FlashInfer's
     heads: bool = True  # whether vLLM can load an output head in this format
     # Whether to smooth activations (`smoothing`): this helps formats with few integer levels.
     is_smoothed: bool = False
@@ -133,8 +132,7 @@ class QuantizationScheme:
                 them as they are.
 
         Returns:
-            The weight, (out, in), in the dtype of its scales, or in float32 if those are powers of
-            two.
+            The weight, (out, in), in the dtype of its scales.
         """
         if dtype is not None and "weight_shape" in tensors:
             scale = tensors["weight_scale"]

@@ -23,6 +23,17 @@ SPARE = 0.1  # share of the memory for activations
 TRAINED = 16  # bytes per trained parameter: 32-bit weight, gradient, and the two moments of AdamW
 FROZEN = 4  # bytes per frozen parameter: only the weight
 
+# Where the host is the limit even of 16-bit rollouts, by calculation (docs/choosing.md). An A30, or
+# a part of a GPU, has the capability of a large one, but not its memory.
+LARGE_GPUS = ((8, 0), (9, 0))  # A100; H100, H200
+LARGE_MEMORY = 39e9  # bytes
+SMALL_MODEL = 1.6e9  # parameters
+ADVICE = (
+    "Calculated, not measured: 8 bits do not pay for a model of this size on this GPU, because the "
+    "host is the limit, not the GPU. Expect more of 16-bit rollouts (docs/choosing.md, When 8 bits "
+    "pay)."
+)
+
 
 @dataclass(frozen=True)
 class Load:
@@ -86,6 +97,15 @@ class Memory(NamedTuple):
         if fitting >= trainers:
             return WAYS
         return WAYS[1:] if fitting else WAYS[2:]
+
+
+def advice(memory: Memory) -> str:
+    """Say that 8 bits cannot pay, for a small model on a large GPU; else return an empty string."""
+    from trl_qurl.quantization.formats import gpu_capability
+
+    if memory.parameters > SMALL_MODEL or memory.device < LARGE_MEMORY:
+        return ""
+    return ADVICE if gpu_capability() in LARGE_GPUS else ""
 
 
 def estimate(model: PreTrainedModel, load: Load, gpu_gb: float) -> Memory:

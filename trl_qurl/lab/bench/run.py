@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from trl_qurl.cli.options import check_model
 from trl_qurl.lab.bench.child import Child
-from trl_qurl.lab.bench.plan import ENGINE_ALONE, IN_TURNS, WAYS, Job, Load, estimate
+from trl_qurl.lab.bench.plan import ENGINE_ALONE, IN_TURNS, WAYS, Job, Load, advice, estimate
 from trl_qurl.lab.bench.verdict import Step, compare
 from trl_qurl.lab.comparison import (
     BASELINE,
@@ -124,6 +124,8 @@ def run(args: argparse.Namespace) -> int:
         f"{memory.engine / 1e9:.1f} GB for an engine beside it, of {memory.device / 1e9:.1f} GB\n"
         f"Formats: {', '.join(map(label, jobs))}; {ways[0]}, for {args.minutes:g} minutes"
     )
+    if text := advice(memory):
+        print(text)
     if args.dry_run is not None:
         return 0
     for way in ways:
@@ -133,9 +135,9 @@ def run(args: argparse.Namespace) -> int:
             break
         print(f"Not enough memory for {way}.")
     print(f"Results: {args.output}")
-    table, verdicts = compare(result.steps, load.batch * load.completion_len)
+    table, sentences = compare(result.steps, load.batch * load.completion_len)
     Console().print(table)
-    for line in verdicts:
+    for line in sentences:
         print(line)
     for name, failure in result.failures.items():
         print(f"{label(name)} was not measured. {failure}")

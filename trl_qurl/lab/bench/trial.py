@@ -20,20 +20,52 @@ from trl_qurl.lab.device import cpu_settings, full_precision, keep_freed_memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+    from vllm import LLM
 
     from trl_qurl import QuRLGRPOTrainer
+    from trl_qurl.quantization.files import PrivateDirectory
 
 PARTS = {"sync": "sync_s", "rollout": "generate_s", "score": "logps_s", "update": "update_s"}
 MANY = 10**6  # steps: they end with the process
 WHOLE_SHARE = 0.9  # of a GPU, for an engine alone
 
 
-class Turns(TrainerCallback):
-    """Lets a trainer take a step whenever it is asked to, and answers what the step cost."""
+class EngineClock:
+    """Adds up the seconds inside an engine's steps: scheduling, kernels, sampling.
 
-    def __init__(self, updates: int, pipe: Connection) -> None:
+    The rest of a rollout is the caller's: it queues prompts, and makes answers, log-probabilities
+    and perhaps text of the tokens. Where the engine schedules ahead, a GPU computes meanwhile.
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        core = llm.llm_engine.engine_core
+        self._get_output = core.get_output
+        core.get_output = self._timed
+        self._seconds = 0.0
+
+    def _timed(self) -> Any:
+        started = time.perf_counter()
+        outputs = self._get_output()
+        self._seconds += time.perf_counter() - started
+        return outputs
+
+    def take(self) -> float:
+        """Return the seconds since the last call."""
+        seconds = self._seconds
+        self._seconds = 0.0
+        return seconds
+
+
+class Turns(TrainerCallback):
+    """Lets a trainer take a step whenever it is asked to, and answers what the step cost.
+
+    `clock` is that of a colocated engine.
+    """
+
+    def __init__(self, updates: int, pipe: Connection, clock: EngineClock | None) -> None:
         self._updates = updates
         self._pipe = pipe
+        self._clock = clock
         self._started = 0.0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -49,6 +81,8 @@ class Turns(TrainerCallback):
             for part, name in PARTS.items():
                 rows = state.log_history[-self._updates :]
                 step[part] = sum(row.get(f"time/{name}", 0.0) for row in rows)
+            if self._clock is not None:
+                step["host"] = step["rollout"] - self._clock.take()
             self._pipe.send(step)
 
 
@@ -63,8 +97,10 @@ def train(job: Job, directory: str, pipe: Connection) -> None:
     """Take steps of GRPO for as long as the process lives."""
     keep_freed_memory()  # as `trl-qurl grpo` does
     trainer = build_trainer(job, directory)
+    generation = trainer.vllm_generation
+    clock = EngineClock(generation.llm) if generation.mode == "colocate" else None
     # Before the trainer's own clock starts, or the wait would belong to the step.
-    trainer.callback_handler.callbacks.insert(0, Turns(job.load.updates, pipe))
+    trainer.callback_handler.callbacks.insert(0, Turns(job.load.updates, pipe, clock))
     trainer.train()
 
 
@@ -132,7 +168,32 @@ def random_model(name: str, device: str) -> PreTrainedModel:
 
 def generate(job: Job, directory: str, pipe: Connection) -> None:
     """Generate rollouts in an engine with random weights, without a trainer."""
-    from vllm import LLM, SamplingParams
+    from vllm import SamplingParams
+
+    from trl_qurl.rollout.samples import sampling_arguments
+
+    load = job.load
+    llm, _files = start_engine(job)
+    clock = EngineClock(llm)
+    prompts = []
+    for _ in range(load.batch // load.generations):
+        prompt = {"prompt_token_ids": random.choices(range(10), k=load.prompt_len)}
+        prompts += [prompt] * load.generations
+    asked = sampling_arguments({"ignore_eos": True})
+    params = SamplingParams(max_tokens=load.completion_len, logprobs=0, **asked)
+    while True:
+        pipe.recv()
+        llm.reset_prefix_cache()  # as a sync does
+        clock.take()
+        started = time.perf_counter()
+        llm.generate(prompts, params, use_tqdm=False)
+        rollout = time.perf_counter() - started
+        pipe.send({"rollout": rollout, "host": rollout - clock.take(), "peak": peak()})
+
+
+def start_engine(job: Job) -> tuple[LLM, PrivateDirectory]:
+    """Start an engine with random weights, without a tokenizer; it reads the files of its start."""
+    from vllm import LLM
 
     from trl_qurl.quantization.files import PrivateDirectory
     from trl_qurl.quantization.plan import make_plan
@@ -147,28 +208,12 @@ def generate(job: Job, directory: str, pipe: Connection) -> None:
     prepare_process(model, weights, arguments)
     start = PrivateDirectory(None, 0)  # its name lets vLLM find its compilation cache again
     write_config(model, start.path, weights.plan.quantization_config())
-    llm = build_engine(
-        LLM,
-        start.path,
-        arguments,
-        load.completion_len,
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        logprobs_mode="processed_logprobs",
-        max_model_len=load.length,
-        max_num_seqs=load.batch,
-        gpu_memory_utilization=WHOLE_SHARE if torch.cuda.is_available() else ENGINE_SHARE,
-    )
-    prompts = []
-    for _ in range(load.batch // load.generations):
-        prompt = {"prompt_token_ids": random.choices(range(10), k=load.prompt_len)}
-        prompts += [prompt] * load.generations
-    params = SamplingParams(
-        max_tokens=load.completion_len, logprobs=0, ignore_eos=True, detokenize=False
-    )
-    while True:
-        pipe.recv()
-        llm.reset_prefix_cache()  # as a sync does
-        started = time.perf_counter()
-        llm.generate(prompts, params, use_tqdm=False)
-        pipe.send({"rollout": time.perf_counter() - started, "peak": peak()})
+    settings: dict[str, Any] = {
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "logprobs_mode": "processed_logprobs",
+        "max_model_len": load.length,
+        "max_num_seqs": load.batch,
+        "gpu_memory_utilization": WHOLE_SHARE if torch.cuda.is_available() else ENGINE_SHARE,
+    }
+    return build_engine(LLM, start.path, arguments, load.completion_len, **settings), start

@@ -13,7 +13,10 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 Step = dict[str, float]
-"""Seconds of a step and of its parts, and the peak of its process's memory so far, in GB."""
+"""Seconds of a step and of its parts, and the peak of its process's memory so far, in GB.
+
+`host` is the part of `rollout` outside of the engine; a server does not show it.
+"""
 
 DOUBT = 0.05
 FEWEST = 6  # pairs, so that their whole range leaves less doubt than that
@@ -65,13 +68,25 @@ def verdict(name: str, gain: Speedup, what: str) -> str:
     return f"{name}: no difference larger than the noise: {what} is {gain} times as fast."
 
 
+def cost(name: str, rollout: float, host: float, tokens: int) -> str:
+    """Say how long a token takes inside and outside of the engine, from a rollout's seconds."""
+    inside = 1e6 * (rollout - host) / tokens
+    outside = 1e6 * host / tokens
+    return (
+        f"{name}: a token takes {inside:.1f} us in the engine's steps, and {outside:.1f} us of the "
+        "host's time around them."
+    )
+
+
 def compare(steps: Mapping[str, Sequence[Step]], tokens: int) -> tuple[Table, list[str]]:
-    """Return a row of medians for each format, and how each compares with the first.
+    """Return a row of medians for each format, and sentences: what a token costs in each, and how
+    each compares with the first.
 
     `tokens` are those of a rollout. An engine alone has only rollouts.
     """
     parts = ["sync", "rollout", "score", "update", "step"]
     table = new_table("Seconds", "", ["format"], ["tok/s", *parts, "GB", "times as fast"])
+    costs = []
     verdicts = []
     first: Sequence[Step] = []
     for name, taken in steps.items():
@@ -84,7 +99,9 @@ def compare(steps: Mapping[str, Sequence[Step]], tokens: int) -> tuple[Table, li
             verdicts.append(verdict(label(name), gain, f"a {whole}"))
         else:
             first = taken
+        if "host" in medians:
+            costs.append(cost(label(name), medians["rollout"], medians["host"], tokens))
         figures = [f"{medians[part]:.3g}" if part in medians else "-" for part in parts]
         rate = f"{tokens / medians['rollout']:.0f}"
         table.add_row(label(name), rate, *figures, f"{taken[-1]['peak']:.1f}", compared)
-    return table, verdicts
+    return table, costs + verdicts

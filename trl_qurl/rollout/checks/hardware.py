@@ -1,9 +1,7 @@
 """Limits of vLLM on this machine: kernels that work on its GPU, layers on its CPU."""
 
-import importlib.util
 import logging
 import os
-import shutil
 from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -49,20 +47,7 @@ def check_hardware(
 def available_formats() -> list[str]:
     """Return the formats that vLLM has kernels for on this machine."""
     capability = gpu_capability()
-    return [
-        name
-        for name, scheme in SCHEMES.items()
-        if scheme.runs_on(capability) and (not scheme.needs_flashinfer or has_flashinfer())
-    ]
-
-
-def has_flashinfer() -> bool:
-    """Return whether vLLM takes FlashInfer's kernels.
-
-    It needs a package of them, or CUDA's compiler.
-    """
-    has_kernels = importlib.util.find_spec("flashinfer_cubin") or shutil.which("nvcc")
-    return bool(has_kernels and importlib.util.find_spec("flashinfer"))
+    return [name for name, scheme in SCHEMES.items() if scheme.runs_on(capability)]
 
 
 def kernel_environment(*schemes: QuantizationScheme) -> dict[str, str]:
@@ -103,14 +88,11 @@ def _check_kernels(schemes: Collection[QuantizationScheme], capability: tuple[in
     for scheme in schemes:
         if scheme.name in available:
             continue
-        if scheme.runs_on(capability):
-            needs = "FlashInfer, with nvcc or the package flashinfer-cubin"
-        else:
-            lowest = ".".join(map(str, scheme.lowest_gpu))
-            needs = f"a GPU of compute capability {lowest} or higher"
+        lowest = ".".join(map(str, scheme.lowest_gpu))
         raise ValueError(
-            f"{scheme.label} rollouts need {needs}: choose another rollout_quantization "
-            f"(--scheme). Here vLLM has kernels for {', '.join(available) or 'no format'}."
+            f"{scheme.label} rollouts need a GPU of compute capability {lowest} or higher: choose "
+            f"another rollout_quantization (--scheme). "
+            f"Here vLLM has kernels for {', '.join(available) or 'no format'}."
         )
 
 
