@@ -50,7 +50,7 @@ def test_a_gpu_without_bfloat16_trains_in_float16(capability, given, expected, m
 def test_without_a_launcher_one_of_several_gpus_is_visible(variables, chosen, monkeypatch, capsys):
     """A misspelled option ends the command before anything uses CUDA."""
     for name in ("CUDA_VISIBLE_DEVICES", "LOCAL_RANK"):
-        monkeypatch.setenv(name, "")  # so that it is deleted again afterwards
+        monkeypatch.setenv(name, "")  # recorded, and restored afterwards
         monkeypatch.delenv(name)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)

@@ -24,7 +24,7 @@ def activations(tokens: int, hidden: int, inner: int, layers: int) -> int:
 
 
 def kept_bytes(layers: int, checkpointing: bool) -> float:
-    """What torch keeps for a backward pass, in bytes per token."""
+    """Return how many bytes per token torch keeps for a backward pass."""
     config = Qwen2Config(
         hidden_size=256,
         intermediate_size=1024,
