@@ -48,14 +48,15 @@ def test_a_gpu_without_bfloat16_trains_in_float16(capability, given, expected, m
     ],
 )
 def test_without_a_launcher_one_of_several_gpus_is_visible(variables, chosen, monkeypatch, capsys):
-    """A misspelled option ends the command before anything uses CUDA."""
+    """Stop where the command begins to ask CUDA."""
     for name in ("CUDA_VISIBLE_DEVICES", "LOCAL_RANK"):
         monkeypatch.setenv(name, "")  # recorded, and restored afterwards
         monkeypatch.delenv(name)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    assert cli.main(["grpo", "--modle", "x"]) == 2
+    monkeypatch.setattr("trl_qurl.lab.recipes.arguments.cpu_settings", lambda: int("stop"))
+    assert cli.main(["grpo"]) == 2
     assert os.environ["CUDA_VISIBLE_DEVICES"] == chosen
     is_said = "LOCAL_RANK" not in variables
     assert (f"Using GPU {chosen} of 2" in capsys.readouterr().err) == is_said

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from trl_qurl.cli.noise import quiet
 from trl_qurl.cli.options import check_model
-from trl_qurl.lab.device import cpu_settings, keep_freed_memory, use_one_gpu
+from trl_qurl.lab.device import cpu_settings, keep_freed_memory
 from trl_qurl.lab.packages import require
 from trl_qurl.lab.recipes.arguments import ScriptArguments, parse
 from trl_qurl.lab.recipes.rewards import GRADING, load_rewards, punishment
@@ -35,7 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train with the subcommand's arguments."""
-    use_one_gpu()
     train(args.command, *parse(args.command, args.extra_args))
     return 0
 
