@@ -27,7 +27,11 @@ Number = TypeVar("Number", torch.Tensor, float)
 def valid_logps(logps: torch.Tensor) -> torch.Tensor:
     """Replace log-probabilities that no sampled token can have with NaN: the objectives skip these.
 
-    They are infinities, and a server's stand-in for -inf.
+    Args:
+        logps: The engine's log-probabilities of sampled tokens, in nats, of any shape.
+
+    Returns:
+        The same values, with NaN for infinities and for a server's stand-in for -inf.
     """
     is_valid = (logps > SERVED_MINUS_INFINITY) & (logps < math.inf)
     return logps.where(is_valid, math.nan)
@@ -104,10 +108,10 @@ class MismatchTally:
         if share > INVALID_LIMIT:
             raise RuntimeError(
                 f"The engine's log-probability is NaN or infinite for {share:.1%} of this "
-                f"rollout's tokens (limit {INVALID_LIMIT:.0%}), so it sampled noise. Usual causes: "
-                "16-bit overflow (set dtype='bfloat16' in vllm_engine_kwargs), a faulty kernel "
-                "(run `trl-qurl doctor`), or an engine option such as speculative_config (remove "
-                "it). Then resume from the last checkpoint."
+                "rollout's tokens, so it sampled noise. Usual causes: overflow in float16 (set "
+                "dtype='bfloat16' in vllm_engine_kwargs; on a GPU without it, 'float32' and "
+                "rollout_quantization=None), a faulty kernel (run `trl-qurl doctor`), or an "
+                "unusual engine option. Then resume from the last checkpoint."
             )
         return metrics
 

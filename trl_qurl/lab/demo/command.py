@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from trl_qurl.lab.device import use_one_gpu
 from trl_qurl.lab.packages import require
 
 CHAT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -47,6 +48,7 @@ def run(args: argparse.Namespace) -> int:
     from trl_qurl.lab.demo.run import ENVIRONMENT, run_demo
     from trl_qurl.quantization.plan import read_formats
 
+    use_one_gpu()
     scheme: Any = read_formats(args.scheme)  # a name: the parser allows no mapping
     if args.rollouts < 1:
         raise ValueError(f"--rollouts is {args.rollouts}: give at least 1.")
