@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from trl_qurl.cli.options import check_hub
 from trl_qurl.lab.grading import as_solution, is_text
-from trl_qurl.paths import home_advice, is_local
+from trl_qurl.paths import is_local
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -160,7 +160,6 @@ def _load_rows(name: str, split: str, config: str | None) -> Iterable[Row]:
     if not path.is_file():
         raise FileNotFoundError(
             f"{name} does not exist: give a {', '.join(SUFFIXES)} file, or a Hub name."
-            f"{home_advice(path)}"
         )
     if suffix not in SUFFIXES:
         raise ValueError(f"{name} is not a {', '.join(SUFFIXES)} file: convert it to one.")
