@@ -30,7 +30,7 @@ from benchmarks.objectives.coarse import CODE_BITS
 from benchmarks.objectives.study import RESULTS
 from benchmarks.provenance import provenance, write_record
 from benchmarks.real_model import RESULTS as REAL_RESULTS
-from trl_qurl.config import QuantizedRolloutsConfig
+from trl_qurl.config.rollout import QuantizedRolloutsConfig
 from trl_qurl.lab.runs import Run, read_run
 from trl_qurl.trainers.checks.guard import (
     CONTRADICTED,

@@ -3,6 +3,7 @@ engine starts.
 """
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -21,9 +22,10 @@ from peft import (
 from support.building import CONFIGS, PROMPTS, STARTED, build, reward, settings_of, start_no_engine
 from tiny import VOCABULARY, tiny_model, tiny_tokenizer
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerState
+from trl import GRPOTrainer, RLOOTrainer
 
-from trl_qurl import QuRLGRPOTrainer
+from trl_qurl import QuRLGRPOTrainer, QuRLPPOTrainer
 from trl_qurl.rollout.checks.hardware import WORTH_COMPILING
 from trl_qurl.trainers.arguments import rollout_settings
 from trl_qurl.trainers.callbacks import RolloutCallback
@@ -31,6 +33,8 @@ from trl_qurl.trainers.checks.arguments import check_plain_answers
 from trl_qurl.trainers.run_log import RUN_LOG, begin_log, end_log
 
 INIT = "trl_qurl.rollout.backend.QuantizedVLLMGeneration._init_vllm"
+PARENTS = (GRPOTrainer, GRPOTrainer, RLOOTrainer)
+"""Of the trainers of `CONFIGS`."""
 each_trainer = pytest.mark.parametrize("cls", CONFIGS)
 
 
@@ -73,6 +77,40 @@ def test_arguments_are_taken_in_trls_order(cls, tmp_path):
         cls(*given, PROMPTS, train_dataset=PROMPTS)
     with pytest.raises(TypeError, match="too many positional arguments"):
         cls(*given, *[None] * 20)
+    with pytest.raises(TypeError) as error:
+        cls(*given, train_dataset=PROMPTS, tokenizer=tiny_tokenizer())
+    assert str(error.value).startswith(f"{cls.__name__}.__init__() got an unexpected keyword arg")
+
+
+@pytest.mark.parametrize(("cls", "parent"), [*zip(CONFIGS, PARENTS, strict=True)])
+def test_help_and_editors_show_trls_arguments(cls, parent):
+    theirs = inspect.signature(parent).parameters
+    shown = inspect.signature(cls).parameters
+    assert theirs.items() <= shown.items()
+    assert shown.keys() - theirs.keys() == ({"value_model"} if cls is QuRLPPOTrainer else set())
+    jedi = pytest.importorskip("jedi", reason="needs jedi, as ipykernel does")
+    script = jedi.Script(f"from trl_qurl import {cls.__name__}\n{cls.__name__}(")
+    completed = {name.name.removesuffix("=") for name in script.complete()}
+    assert {*shown} - {"model"} <= completed
+
+
+def test_a_trainer_prints_what_a_run_will_do(small_context, tmp_path, capsys):
+    settings = {"num_generations": 8, "per_device_train_batch_size": 16, "steps_per_generation": 8}
+    args = settings_of(QuRLGRPOTrainer, tmp_path, **settings, gradient_accumulation_steps=4)
+    trainer = build(QuRLGRPOTrainer, tmp_path, args=args)
+    for is_first, printed in ((True, PLAN), (False, "")):
+        trainer.state = TrainerState(max_steps=4, is_world_process_zero=is_first)
+        trainer.callback_handler.on_train_begin(args, trainer.state, trainer.control)
+        trainer._run_log.close()
+        assert capsys.readouterr().out == printed
+    end_log(tmp_path / RUN_LOG)
+
+
+# 16 x 8 = 128 answers to 128 / 8 = 16 questions; 8 / 4 = 2 updates; 4 / 2 = 2 rollouts
+PLAN = """\
+4 steps: 2 INT8 rollouts of 128 answers (16 questions x 8),
+up to 16 tokens, 2 updates each (acr)
+"""
 
 
 @pytest.mark.parametrize("objective", ["tis", "trl"])

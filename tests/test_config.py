@@ -1,22 +1,29 @@
 """QuRLGRPOConfig: its defaults, what it refuses and what it advises, and when it warns."""
 
+import copy
 import dataclasses
+import inspect
 import json
+import pickle
+import re
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import pytest
 import yaml
+from documents import ROOT
 from support.configs import PLAIN, SEVERAL_UPDATES, config, limited, refusal
 from transformers import HfArgumentParser
 from trl import GRPOConfig, TrlParser
 from trl.experimental.gmpo import GMPOConfig
 
-from trl_qurl import QuRLGRPOConfig, QuRLPPOConfig
-from trl_qurl.config import CLIPPED_LOSS_TYPES, TAKEN_ENGINE_ARGUMENTS, QuantizedRolloutsConfig
+from trl_qurl import QuRLGRPOConfig, QuRLPPOConfig, QuRLRLOOConfig
 from trl_qurl.config.checks import conflicts
-from trl_qurl.config.checks.engine_arguments import UNFOLLOWED
+from trl_qurl.config.checks.conflicts import CLIPPED_LOSS_TYPES
+from trl_qurl.config.checks.engine_arguments import TAKEN_ENGINE_ARGUMENTS, UNFOLLOWED
+from trl_qurl.config.checks.names import OLD_NAMES
+from trl_qurl.config.rollout import QuantizedRolloutsConfig
 from trl_qurl.objective import OBJECTIVES
 from trl_qurl.quantization.formats import TOKEN_CACHES
 
@@ -133,6 +140,55 @@ def test_every_limit_is_tried():
     assert limited(QuRLGRPOConfig) <= {name for name, *_ in VALUES}
 
 
+OLD = [line.split(maxsplit=1)[0] for line in OLD_NAMES.read_text().splitlines()]
+TABLE_OF_OLD = ROOT / "docs" / "from-trl.md"
+
+
+@pytest.mark.parametrize("kind", [QuRLGRPOConfig, QuRLPPOConfig, QuRLRLOOConfig])
+def test_unknown_names_are_refused_all_at_once_each_with_its_remedy(kind):
+    """Versions of transformers that are supported may still have some of the old ones."""
+    known = {field.name for field in dataclasses.fields(kind)}
+    unknown = [*(name for name in OLD if name not in known), "lerning_rate", "color"]
+    assert {"max_prompt_length", "vllm_device", "evaluation_strategy"} <= {*unknown}
+    with pytest.raises(TypeError) as error:
+        kind("out", **PLAIN | dict.fromkeys(unknown, 1))
+    first, *lines = str(error.value).split("\n")
+    assert first == f"{kind.__name__}() got unexpected keyword arguments:"
+    remedies = dict(zip(unknown, lines, strict=True))
+    rows = OLD_NAMES.read_text().splitlines()
+    assert {f"{row};" for row in rows if row.split()[0] in unknown} == {*lines[:-2]}
+    assert remedies["lerning_rate"] == "lerning_rate, did you mean learning_rate?;"
+    assert remedies["color"] == "color"
+
+
+def test_remedies_name_settings_that_exist():
+    known = {field.name for kind in (QuRLPPOConfig, QuRLRLOOConfig) for field in fields(kind)}
+    for row in OLD_NAMES.read_text().splitlines():
+        for code in re.findall("`(.+?)`", row):
+            name = code.partition("=")[0]
+            assert name in known or name.isupper() or "/" in name, row
+
+
+def test_the_table_of_old_names_is_that_of_the_documentation():
+    page = TABLE_OF_OLD.read_text()
+    for row in OLD_NAMES.read_text().splitlines():
+        name, origin, remedy = re.fullmatch(r"(\w+) \((.+?)\): (.+)", row).groups()
+        assert f"| `{name}` | {origin} | {remedy} |\n" in page
+    assert page.count(" | transformers < ") == OLD_NAMES.read_text().count("(transformers < ")
+
+
+def test_a_subclass_may_have_its_own_constructor_and_copies_are_configs():
+    class Named(QuRLGRPOConfig):
+        def __init__(self, *positional, color, **settings):
+            super().__init__(*positional, **settings)
+            self.color = color
+
+    named = Named("out", color="red", objective="tis", **PLAIN)
+    for copied in (pickle.loads(pickle.dumps(config(objective="tis"))), copy.deepcopy(named)):
+        assert copied.objective == "tis"
+    assert list(inspect.signature(QuRLGRPOConfig).parameters)[0] == "output_dir"
+
+
 # Settings that conflict, and the way out; not all settings need to be named.
 NO_SMOOTHING = "Leave smooth_activations out"
 CONFLICTING = [
@@ -144,7 +200,7 @@ CONFLICTING = [
     ({"objective": "acr", "vllm_importance_sampling_correction": False}, "objective='trl'"),
     ({"objective": "acr", "importance_sampling_level": "sequence"}, "objective='tis'"),
     ({"objective": "acr", "loss_type": "cispo"}, "objective='tis'"),
-    ({"objective": "acr", "use_bias_correction_kl": True, "beta": 0.1}, "objective='tis'"),
+    ({"objective": "acr", "beta": 0.1}, "use_bias_correction_kl=False, or objective='tis'"),
     ({"objective": "acr", "delta": 4.0}, "objective='tis'"),
 ]
 
@@ -261,7 +317,9 @@ OF_TRLS = [
 @pytest.mark.parametrize("settings", OTHERS, ids=json.dumps)
 def test_a_loss_that_the_default_does_not_fit_is_corrected_by_tis(settings):
     given, message = warned(**settings)
-    assert "'acr'" in message and given.objective == "tis"
+    [(name, value)] = settings.items()
+    assert message.startswith(f"{name}={value!r} and objective='acr', the default, do not fit: ")
+    assert given.objective == "tis"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         copied = dataclasses.replace(given, generation_batch_size=None)

@@ -228,11 +228,26 @@ def test_columns_that_trl_removes_tell_no_rows_apart():
     )
 
 
-def test_the_reward_weights_of_now_decide(tmp_path, monkeypatch):
+@pytest.fixture
+def no_engine(monkeypatch):
     monkeypatch.setattr(
         "trl_qurl.rollout.backend.QuantizedVLLMGeneration._init_vllm",
         lambda self: vars(self).update(context=64),
     )
+
+
+@pytest.mark.usefixtures("no_engine")
+def test_the_reward_that_decides_is_one_of_the_run(tmp_path):
+    args = settings_of(QuRLGRPOTrainer, tmp_path, dynamic_sampling_reward="accuracy")
+    with pytest.raises(ValueError, match="'accuracy', but must be one of 'len_reward', 'reward'"):
+        build(QuRLGRPOTrainer, tmp_path, function=[len_reward, reward], args=args)
+    args = settings_of(QuRLGRPOTrainer, tmp_path, dynamic_sampling_reward="reward")
+    trainer = build(QuRLGRPOTrainer, tmp_path, function=[len_reward, reward], args=args)
+    assert trainer._sampler.judge(torch.tensor([[1.0, 5.0]])).tolist() == [5.0]
+
+
+@pytest.mark.usefixtures("no_engine")
+def test_the_reward_weights_of_now_decide(tmp_path):
     args = settings_of(QuRLGRPOTrainer, tmp_path, dynamic_sampling=True, reward_weights=[1.0, 0.0])
     trainer = build(QuRLGRPOTrainer, tmp_path, function=[len_reward, reward], args=args)
     rewards = torch.tensor([[1.0, 5.0]])
@@ -251,12 +266,10 @@ def len_reward(completions, **kwargs):
 
 
 def test_what_it_cannot_work_with_is_refused(tmp_path):
-    def check(given, judge=None):
-        settings = {"dynamic_sampling": True, "dynamic_sampling_reward": judge}
-        check_arguments(QuRLGRPOConfig(tmp_path, bf16=False, **settings), given)
+    def check(given):
+        check_arguments(QuRLGRPOConfig(tmp_path, bf16=False, dynamic_sampling=True), given)
 
     check(arguments())
-    check(arguments(), "len_reward")
     with pytest.raises(ValueError, match="a streaming dataset"):
         check(arguments(train_dataset=Dataset.from_list(ROWS).to_iterable_dataset()))
     for name in ("tools", "rollout_func", "environment_factory"):
@@ -264,8 +277,6 @@ def test_what_it_cannot_work_with_is_refused(tmp_path):
             check(arguments(**{name: [len_reward]}))
     with pytest.raises(ValueError, match="images"):
         check(arguments(train_dataset=Dataset.from_list([{"prompt": "a", "image": "b"}])))
-    with pytest.raises(ValueError, match="'accuracy'.*'len_reward'"):
-        check(arguments(), "accuracy")
 
 
 CONFIG = {

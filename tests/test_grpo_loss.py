@@ -28,7 +28,7 @@ from transformers import TrainerState
 from trl import GRPOTrainer
 
 from trl_qurl import QuRLGRPOTrainer, QuRLPPOTrainer
-from trl_qurl.config import CLIPPED_LOSS_TYPES
+from trl_qurl.config.checks.conflicts import CLIPPED_LOSS_TYPES
 from trl_qurl.objective import OBJECTIVES
 from trl_qurl.rollout import sync
 from trl_qurl.rollout.engine.randomness import EngineNoise

@@ -13,7 +13,7 @@ from support.configs import PLAIN, SEVERAL_UPDATES, refusal
 from trl.experimental.gmpo import GMPOConfig
 
 from trl_qurl import QuRLGRPOConfig, QuRLPPOConfig, QuRLRLOOConfig
-from trl_qurl.config import QuantizedRolloutsConfig
+from trl_qurl.config.rollout import QuantizedRolloutsConfig
 from trl_qurl.trainers.engine import QuantizedEngineMixin
 
 

@@ -25,7 +25,8 @@ from documents import ROOT
 from packaging.requirements import Requirement
 
 import trl_qurl
-from trl_qurl.config import CLIPPED_LOSS_TYPES, TAKEN_ENGINE_ARGUMENTS
+from trl_qurl.config.checks.conflicts import CLIPPED_LOSS_TYPES
+from trl_qurl.config.checks.engine_arguments import TAKEN_ENGINE_ARGUMENTS
 from trl_qurl.config.checks.sampling import HARMLESS, NEUTRAL, REFUSED
 from trl_qurl.lab.contract import (
     LIBRARIES,
@@ -289,7 +290,7 @@ def test_clipped_loss_types_are_clamped_by_trl():
         and any("coef_2 = torch.clamp" in ast.unparse(line) for line in node.body)
     ]
     clipped = set(ast.literal_eval(branch.comparators[0]))
-    assert set(CLIPPED_LOSS_TYPES) <= clipped, f"see config.CLIPPED_LOSS_TYPES; TRL's: {clipped}"
+    assert set(CLIPPED_LOSS_TYPES) <= clipped, f"see CLIPPED_LOSS_TYPES; TRL's: {clipped}"
 
 
 def test_scoring_returns_what_our_trainers_read():

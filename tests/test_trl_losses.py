@@ -3,14 +3,8 @@ asked for.
 """
 
 import json
-import warnings
 
 import pytest
-from datasets import Dataset
-from tiny import save_tiny
-from trl import GRPOConfig
-
-from trl_qurl import QuRLGRPOTrainer, QuRLPPOTrainer
 
 RUNS = {
     "GSPO": {"objective": "trl", "importance_sampling_level": "sequence"},
@@ -61,31 +55,3 @@ def test_a_real_run_learns_and_measures_the_mismatch(name, histories):
     )
     measured = [row["mismatch/kl_k3"] for row in histories[name] if "mismatch/kl_k3" in row]
     assert measured and all(0 < kl < 0.1 for kl in measured)
-
-
-@pytest.mark.parametrize(
-    ("trainer", "settings"), [(QuRLGRPOTrainer, {}), (QuRLPPOTrainer, {"scale_rewards": "none"})]
-)
-def test_a_grpo_config_is_taken_as_it_is(trainer, settings, tmp_path):
-    save_tiny(tmp_path / "policy")  # where PPO's critic starts, too
-    config = GRPOConfig(
-        str(tmp_path),
-        num_generations=2,
-        per_device_train_batch_size=4,
-        use_cpu=True,
-        bf16=False,
-        report_to=[],
-        **settings,
-    )
-    with (
-        warnings.catch_warnings(),
-        pytest.raises(ValueError, match="train_dataset has 1 prompts, but a rollout"),
-    ):
-        warnings.simplefilter("error", UserWarning)
-        warnings.filterwarnings("ignore", "TRL currently supports vLLM")  # of vLLM 0.32
-        trainer(
-            str(tmp_path / "policy"),
-            lambda completions, **kwargs: [0.0] * len(completions),
-            config,
-            train_dataset=Dataset.from_dict({"prompt": ["ab"]}),
-        )

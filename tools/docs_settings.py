@@ -11,7 +11,7 @@ import inspect
 import re
 from pathlib import Path
 
-from trl_qurl import config
+from trl_qurl.config import ppo, rloo
 from trl_qurl.config.help import ENTRY
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,6 +29,9 @@ SEE = {
 }
 """Where a setting is explained."""
 
+CONFIGS = vars(ppo) | vars(rloo)
+"""The configurations, by name."""
+
 
 def with_tables(page: str) -> str:
     """Return a page with all its tables of settings rewritten."""
@@ -39,7 +42,7 @@ def table(names: list[str]) -> str:
     """Return the table of the fields that the docstrings of these configurations describe."""
     lines = ["| field | default | meaning |", "|---|---|---|"]
     for name in names:
-        config_class = getattr(config, name)
+        config_class = CONFIGS[name]
         fields = {field.name: field for field in dataclasses.fields(config_class)}
         for entry in ENTRY.finditer(inspect.getdoc(config_class) or ""):
             field = fields.get(entry["name"])

@@ -142,9 +142,9 @@ def added_fields() -> set[str]:
     """Return the settings that our configurations add to TRL's."""
     from trl import GRPOConfig, RLOOConfig
 
-    from trl_qurl import config
+    from trl_qurl import QuRLPPOConfig, QuRLRLOOConfig
 
-    ours = [getattr(config, name) for name in config.__all__ if name.endswith("Config")]
+    ours = (QuRLPPOConfig, QuRLRLOOConfig)
     fields = {field.name for each in ours for field in dataclasses.fields(each)}
     theirs = {field.name for each in (GRPOConfig, RLOOConfig) for field in dataclasses.fields(each)}
     return fields - theirs

@@ -50,7 +50,7 @@ COMMANDS = {
         passes_on=True,
         adds_help=False,
     ),
-    "quantize": Command("trl_qurl.cli.quantize", "write a quantized checkpoint of a model"),
+    "quantize": Command("trl_qurl.lab.quantize", "write a quantized checkpoint of a model"),
     "serve": Command(
         "trl_qurl.cli.serve",
         "start a vLLM server for training; other options are passed to vLLM",

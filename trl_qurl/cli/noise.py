@@ -47,16 +47,7 @@ def quiet() -> None:
     tied = "There were missing keys in the checkpoint model loaded: ['lm_head.weight']."
     logger = logging.getLogger("transformers.trainer")
     logger.addFilter(lambda record: record.getMessage() != tied)
-    harmless = {
-        # vLLM inspects every name in torch, including this old one.
-        r"`torch\.distributed\.reduce_op` is deprecated": FutureWarning,
-        # TRL 1.16 supports vLLM up to 0.31, and warns on every import. We test with 0.32
-        # (requirements/versions.toml).
-        r"TRL currently supports vLLM versions .* You have version 0\.32\.": UserWarning,
-        # TRL 1.16 sets this by default; transformers renamed it in 5.23.
-        r"`gradient_checkpointing(_kwargs)?` is deprecated and will be removed in "
-        r"v6": FutureWarning,
-    }
-    for message, category in harmless.items():
-        # Appended: after the user's PYTHONWARNINGS and -W.
-        warnings.filterwarnings("ignore", message, category, append=True)
+    # vLLM inspects every name in torch, including this old one. Appended: after the user's
+    # PYTHONWARNINGS and -W.
+    old_name = r"`torch\.distributed\.reduce_op` is deprecated"
+    warnings.filterwarnings("ignore", old_name, FutureWarning, append=True)

@@ -50,8 +50,8 @@ class QuRLGRPOConfig(QuantizedRolloutsConfig, GRPOConfig):
             default, conflict = default_objective(self)
             if conflict is not None:
                 warnings.warn(
-                    f"{conflict.given(self)}, the default, do not fit, so objective={default!r} is "
-                    "used. Set it to avoid this warning.",
+                    f"{conflict.given(self)}, the default, do not fit: {conflict.reason}. So "
+                    f"objective={default!r} is used; set it to avoid this warning.",
                     stacklevel=3,
                 )
             self.objective = default

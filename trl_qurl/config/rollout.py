@@ -1,5 +1,6 @@
 """Settings of quantized rollouts, for the config of any TRL trainer that generates with vLLM."""
 
+import inspect
 import os
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -8,6 +9,7 @@ from trl import GRPOConfig, RLOOConfig
 
 from trl_qurl.config.checks.conflicts import CONFLICTS, check_conflicts
 from trl_qurl.config.checks.engine_arguments import read_engine_kwargs
+from trl_qurl.config.checks.names import explain
 from trl_qurl.config.checks.sampling import check_sampling
 from trl_qurl.config.checks.values import COUNT, POSITIVE, check_values
 from trl_qurl.config.help import with_help
@@ -127,6 +129,16 @@ class QuantizedRolloutsConfig:
     # Guard
     mismatch_guard: Literal["off", "warn", "stop"] = "warn"
     mismatch_guard_kl: Annotated[float, POSITIVE] = 0.1
+
+    def __new__(cls, *positional: Any, **settings: Any) -> Any:
+        """Raise `TypeError` for all unknown names at once, with what to do about each."""
+        # A subclass may have its own constructor.
+        known = {*cls.__dataclass_fields__, *inspect.signature(cls.__init__).parameters}
+        unknown = [name for name in settings if name not in known]
+        if unknown:
+            explained = explain(unknown, known)
+            raise TypeError(f"{cls.__name__}() got unexpected keyword arguments:\n{explained}")
+        return super().__new__(cls)
 
     def __post_init__(self: Any) -> None:
         if self.bf16 is None and not self.use_cpu and emulates_bfloat16():

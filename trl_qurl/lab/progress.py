@@ -25,8 +25,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from trl_qurl.config import QuantizedRolloutsConfig, QuRLGRPOConfig, QuRLRLOOConfig
-from trl_qurl.quantization.plan import format_name
+from trl_qurl.config.rollout import QuantizedRolloutsConfig
 
 __all__ = ["StepLineCallback", "use_step_lines"]
 
@@ -60,13 +59,9 @@ class StepLineCallback(TrainerCallback):
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
-        """Print the plan of the run and start the clock."""
+        """Start the clock."""
         self._started = time.monotonic()
         self._first_step = state.global_step
-        # Configs of other trainers have no objective.
-        is_ours = isinstance(args, QuRLGRPOConfig | QuRLRLOOConfig)
-        if state.is_world_process_zero and is_ours:
-            print(_plan(args, state.max_steps), flush=True)
 
     def on_log(
         self,
@@ -170,19 +165,3 @@ def step_line(logs: Mapping[str, Any], step: int, steps: int, step_s: float | No
 
 def _clock(seconds: float) -> timedelta:
     return timedelta(seconds=round(seconds))
-
-
-def _plan(args: QuRLGRPOConfig | QuRLRLOOConfig, steps: int) -> str:
-    """Summarize a run in two lines, from its config and its number of optimizer steps."""
-    formats = args.rollout_quantization
-    name = "16-bit" if formats is None else format_name(formats).upper()
-    answers = args.generation_batch_size
-    questions = answers // args.num_generations
-    updates = args.updates_per_rollout
-    number = math.ceil(steps / updates)
-    rollouts = f"{number} {name} {'rollout' if number == 1 else 'rollouts'}"
-    size = f"{answers} answers ({questions} questions x {args.num_generations})"
-    return (
-        f"{steps} steps: {rollouts} of {size},\n"
-        f"up to {args.max_completion_length} tokens, {updates:g} updates each ({args.objective})"
-    )

@@ -1,7 +1,9 @@
 """A trainer's config, and the settings of rollouts made from it."""
 
+import inspect
+from collections.abc import Callable
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeVar
 
 from transformers import TrainingArguments
 from trl.import_utils import is_vllm_available
@@ -9,6 +11,24 @@ from trl.import_utils import is_vllm_available
 from trl_qurl.quantization.formats import gpu_capability
 from trl_qurl.rollout.checks.hardware import WORTH_COMPILING
 from trl_qurl.rollout.preparation import RolloutSettings
+
+Constructor = TypeVar("Constructor", bound=Callable[..., None])
+
+
+def takes(parent: Constructor) -> Callable[[Any], Constructor]:
+    """Return a decorator of a constructor that passes what it is given on to `parent`.
+
+    `help` and editors then show the arguments of `parent`, and what the constructor adds.
+    """
+
+    def with_signature(constructor: Any) -> Constructor:
+        theirs = inspect.signature(parent)
+        ours = inspect.signature(constructor).parameters.values()
+        added = [argument for argument in ours if argument.kind is argument.KEYWORD_ONLY]
+        constructor.__signature__ = theirs.replace(parameters=[*theirs.parameters.values(), *added])
+        return constructor
+
+    return with_signature
 
 
 def checked_config(trainer: Any, config: TrainingArguments | None) -> Any:
@@ -24,17 +44,8 @@ def checked_config(trainer: Any, config: TrainingArguments | None) -> Any:
         return config_class()
     if isinstance(config, config_class):
         return config
-    given = type(config)
-    if given in config_class.__mro__ and given.__module__.startswith("trl."):  # as GRPOConfig
-        settings = {
-            field.name: getattr(config, field.name) for field in fields(config) if field.init
-        }
-        # TRL has derived it from steps_per_generation, and rejects a config with both.
-        settings.pop("generation_batch_size", None)
-        settings["use_vllm"] = True
-        return config_class(**settings)
     raise TypeError(
-        f"args is a {given.__name__}, which lacks settings of {trainer.__name__}: pass a "
+        f"args is a {type(config).__name__}, which lacks settings of {trainer.__name__}: pass a "
         f"{config_class.__name__} (it takes the same fields and adds its own)."
     )
 

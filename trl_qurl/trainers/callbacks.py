@@ -1,5 +1,6 @@
 """Trainer callbacks."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from trl_qurl.quantization.plan import format_name
 from trl_qurl.quantization.uaq import recorded_scale, scale_model_
 from trl_qurl.rollout.group import TOGETHER
 from trl_qurl.trainers.run_log import RUN_LOG, append_row, begin_log, end_log
@@ -93,9 +95,9 @@ class RolloutCallback(TrainerCallback):
 
 
 class RunLogCallback(TrainerCallback):
-    """A `TrainerCallback` that writes `run.jsonl`, the input of `trl-qurl report`.
+    """A `TrainerCallback` that prints what a run will do, and writes `run.jsonl`.
 
-    Only the main process writes.
+    `trl-qurl report` reads that file. Only the main process prints and writes.
 
     Args:
         settings: Settings to write in addition to the trainer's arguments, by name.
@@ -129,6 +131,8 @@ class RunLogCallback(TrainerCallback):
         TOGETHER.from_main(lambda: begin_log(path, settings, state.log_history))
         if state.is_world_process_zero:
             self._path = path
+            if "objective" in settings:  # as in our configs of groups
+                print(_plan(args, state.max_steps), flush=True)
 
     def on_log(
         self,
@@ -147,3 +151,17 @@ class RunLogCallback(TrainerCallback):
         """Let other runs use the output directory."""
         if self._path is not None:
             end_log(self._path)
+
+
+def _plan(args: Any, steps: int) -> str:
+    """Summarize a run in two lines, from its config and its number of optimizer steps."""
+    formats = args.rollout_quantization
+    name = "16-bit" if formats is None else format_name(formats).upper()
+    answers = args.generation_batch_size
+    questions = answers // args.num_generations
+    updates = args.updates_per_rollout
+    rollouts = f"{math.ceil(steps / updates)} {name} rollouts of {answers} answers"
+    return (
+        f"{steps} steps: {rollouts} ({questions} questions x {args.num_generations}),\n"
+        f"up to {args.max_completion_length} tokens, {updates:g} updates each ({args.objective})"
+    )

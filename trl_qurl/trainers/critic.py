@@ -23,7 +23,7 @@ from transformers import (
 )
 from trl.trainer.utils import create_model_from_path, disable_dropout_in_model, get_config_model_id
 
-from trl_qurl.config import QuRLPPOConfig
+from trl_qurl.config.ppo import QuRLPPOConfig
 from trl_qurl.quantization.checkpoint_form import whole
 from trl_qurl.quantization.files import new_directory
 from trl_qurl.trainers.checks.critic import check_value_model

@@ -88,8 +88,10 @@ class QuantizedEngineMixin(TRLTrainer):
     _listed_count = 0  # tokens that the engine lists per position, if the trainer reads them
 
     def __init__(self, *positional: Any, **kwargs: Any) -> None:
-        signature = inspect.signature(super().__init__)
-        arguments = dict(signature.bind_partial(*positional, **kwargs).arguments)
+        try:
+            arguments = inspect.signature(super().__init__).bind(*positional, **kwargs).arguments
+        except TypeError as error:
+            raise TypeError(f"{type(self).__name__}.__init__() {error}") from None
         arguments |= arguments.pop("kwargs", {})  # some trainers leave the rest to their parent
         args = checked_config(type(self), arguments.get("args"))
         arguments["args"] = args
@@ -112,7 +114,7 @@ class QuantizedEngineMixin(TRLTrainer):
         self._callbacks = self.callback_handler.callbacks
         for callback in self._callbacks:  # TRL's
             self._set_trainer(callback)
-        self._rollout = Rollout(self.vllm_generation)
+        self._forget_rollout()
         logged["model_runner"] = self.vllm_generation.runner
         self._tell("on_engine")
 
@@ -149,6 +151,13 @@ class QuantizedEngineMixin(TRLTrainer):
         if isinstance(self.args, GRPOConfig | RLOOConfig):
             warn_of_cuts(self.args, f"{type(self).__name__} computes them itself")
         return 0
+
+    def _forget_rollout(self) -> None:
+        """Begin with a new rollout, because one that was interrupted is of other weights.
+
+        A checkpoint brings its own.
+        """
+        self._rollout = Rollout(self.vllm_generation)
 
     def _first_prompts(self) -> list[list[int]]:
         """Return the tokens of a few prompts, to which smoothing is fitted first, or none."""
@@ -239,8 +248,9 @@ class QuantizedEngineMixin(TRLTrainer):
     ) -> Any:
         """Train as the parent does, while no other run may train with this output directory.
 
-        `True` resumes from the last checkpoint that is complete.
+        It begins with a new rollout. `True` resumes from the last checkpoint that is complete.
         """
+        self._forget_rollout()
         checkpoint = complete_checkpoint(resume_from_checkpoint, self.args.output_dir)
         try:
             return super().train(None if checkpoint is None else str(checkpoint), *args, **kwargs)

@@ -17,9 +17,11 @@ from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 
 from trl_qurl.advantages import weighted_sum
-from trl_qurl.config import QuRLGRPOConfig
+from trl_qurl.config.checks.values import check_choice
+from trl_qurl.config.grpo import QuRLGRPOConfig
 from trl_qurl.rollout.results import Generated
 from trl_qurl.rollout.substitution import substitute
+from trl_qurl.trainers.arguments import takes
 from trl_qurl.trainers.dynamic_sampling import DynamicSampler, PromptStream
 from trl_qurl.trainers.model_card import QURL
 from trl_qurl.trainers.rollouts import GroupRolloutsMixin
@@ -36,10 +38,10 @@ class QuRLGRPOTrainer(GroupRolloutsMixin, GRPOTrainer):
     Args:
         model: This and all other arguments but `args`, in their order or by name: see
             [`~trl.GRPOTrainer`].
-        args: A [`QuRLGRPOConfig`] or a [`~trl.GRPOConfig`]; `None` for the defaults.
+        args: A [`QuRLGRPOConfig`]; `None` for the defaults.
 
     Raises:
-        TypeError: `args` is neither a `QuRLGRPOConfig` nor a `GRPOConfig`.
+        TypeError: An argument does not exist, or `args` is no `QuRLGRPOConfig`.
         ValueError: The dataset, model or adapter is not supported.
         ImportError: vLLM is not installed.
     """
@@ -55,15 +57,9 @@ class QuRLGRPOTrainer(GroupRolloutsMixin, GRPOTrainer):
 
     _sampler: DynamicSampler | None = None
 
-    def __init__(
-        self,
-        model: Any,
-        reward_funcs: Any = None,
-        args: QuRLGRPOConfig | None = None,
-        *positional: Any,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(model, reward_funcs, args, *positional, **kwargs)
+    @takes(GRPOTrainer.__init__)
+    def __init__(self, *positional: Any, **kwargs: Any) -> None:
+        super().__init__(*positional, **kwargs)
         if self._objective is not None:  # for TRL's `sampling/*`, and a subclass's own loss
             self.vllm_importance_sampling_mode = "token_truncate"
             self.vllm_importance_sampling_clip_min = None
@@ -76,6 +72,7 @@ class QuRLGRPOTrainer(GroupRolloutsMixin, GRPOTrainer):
     def _judge_of_groups(self) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return what makes the reward that decides from all, (N, functions) to (N,)."""
         if self.args.dynamic_sampling_reward is not None:
+            check_choice(self.args, "dynamic_sampling_reward", self.reward_func_names)
             index = self.reward_func_names.index(self.args.dynamic_sampling_reward)
             return functools.partial(torch.select, dim=1, index=index)
         trainer = weakref.proxy(self)  # a callback may replace the weights

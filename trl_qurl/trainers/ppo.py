@@ -20,7 +20,8 @@ from trl_qurl.advantages import (
     weighted_sum,
     whiten,
 )
-from trl_qurl.config import QuRLPPOConfig
+from trl_qurl.config.ppo import QuRLPPOConfig
+from trl_qurl.trainers.arguments import takes
 from trl_qurl.trainers.callbacks import RolloutCallback
 from trl_qurl.trainers.checks.critic import check_tokens
 from trl_qurl.trainers.critic import CRITIC_DIRECTORY, Critic, load_critic_model
@@ -48,17 +49,16 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
 
     def __init__(
         self,
-        model: str | PreTrainedModel,
-        reward_funcs: Any = None,
-        args: QuRLPPOConfig | None = None,
         *positional: Any,
         value_model: str | PreTrainedModel | None = None,
         **kwargs: Any,
     ) -> None:
         self._value_model = value_model
-        super().__init__(model, reward_funcs, args, *positional, **kwargs)
+        super().__init__(*positional, **kwargs)
         self.critic = Critic(self._value_model, self.args, self.accelerator)
         self.add_callback(CriticWarmupCallback())
+
+    takes(QuRLGRPOTrainer.__init__)(__init__)  # no decorator: to editors, it would hide value_model
 
     def _checks(self, args: QuRLPPOConfig) -> list[RolloutCallback]:
         return [*super()._checks(args), CriticLoader()]

@@ -6,12 +6,15 @@ pass, which RLOO always runs. Inside TRL's loss, the objective's weights scale t
 forward pass; the loss's value, ratio and clipping do not change.
 """
 
+from typing import Any
+
 import torch
 from trl import RLOOTrainer
 from trl.trainer import rloo_trainer
 from trl.trainer.utils import pad
 
-from trl_qurl.config import QuRLRLOOConfig
+from trl_qurl.config.rloo import QuRLRLOOConfig
+from trl_qurl.trainers.arguments import takes
 from trl_qurl.trainers.model_card import QURL
 from trl_qurl.trainers.rollouts import GroupRolloutsMixin
 from trl_qurl.trainers.scoring import Batch, learned_tokens
@@ -34,8 +37,7 @@ class QuRLRLOOTrainer(GroupRolloutsMixin, RLOOTrainer):
     One weight per completion, ∏_t ρ_t, would be exact, but would leave few effective samples
     (docs/algorithms.md).
 
-    The arguments are those of [`QuRLGRPOTrainer`], with a [`QuRLRLOOConfig`] or a
-    [`~trl.RLOOConfig`] for `args`.
+    The arguments are those of [`~trl.RLOOTrainer`], with a [`QuRLRLOOConfig`] for `args`.
     """
 
     _config_class = QuRLRLOOConfig
@@ -44,6 +46,10 @@ class QuRLRLOOTrainer(GroupRolloutsMixin, RLOOTrainer):
     _tag_names = ["trl", "rloo", "qurl"]
     _name = "QuRL"
     _paper = QURL
+
+    @takes(RLOOTrainer.__init__)
+    def __init__(self, *positional: Any, **kwargs: Any) -> None:
+        super().__init__(*positional, **kwargs)
 
     def _missing_logps(self, proximal_logps: torch.Tensor | None) -> Batch:
         rows = [logps[:, 0] for logps, _ in self._rollout.samples.listings]

@@ -66,17 +66,6 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
     _buffered_inputs: Any  # TRL's batches of the current rollout
     _pass: PolicyPass | None = None  # inside `_watch_pass`
 
-    def __init__(
-        self,
-        model: Any,
-        reward_funcs: Any = None,
-        args: Any = None,
-        *positional: Any,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(model, reward_funcs, args, *positional, **kwargs)
-        self._mismatch = MismatchTally(self.accelerator)
-
     def _checks(self, args: Any) -> list[RolloutCallback]:
         return [*super()._checks(args), DataCheck(), ReferenceCheck()]
 
@@ -284,16 +273,8 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
 
     # Kept for a resume
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train as the parent does, beginning with a new rollout."""
-        self._forget_rollout()
-        return super().train(*args, **kwargs)
-
     def _forget_rollout(self) -> None:
-        """Begin with a new rollout, because one that was interrupted is of other weights.
-
-        A checkpoint brings its own.
-        """
+        super()._forget_rollout()
         self._step = 0
         self._buffered_inputs = None
         self._mismatch = MismatchTally(self.accelerator)

@@ -79,9 +79,10 @@ LIFTED_BOUND = (
         f"Use one of {', '.join(map(repr, CLIPPED_LOSS_TYPES))}, or objective='tis'",
     ),
     Conflict(
-        ("use_bias_correction_kl", "beta", "objective"),
+        ("beta", "objective"),
         lambda config: config.use_bias_correction_kl and config.beta != 0.0,
-        "TRL weights the penalty by the ratio, which the objective changes",
+        "TRL's use_bias_correction_kl, on by default, weights the penalty by the ratio, which the "
+        "objective changes",
         "Set use_bias_correction_kl=False, or objective='tis'",
     ),
     Conflict(

@@ -11,10 +11,10 @@ import argparse
 import ast
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trl_qurl.config.checks.names import explain
 from trl_qurl.lab.comparison import option
 from trl_qurl.lab.contract import tree
 from trl_qurl.lab.device import cpu_settings, use_one_gpu
@@ -108,9 +108,6 @@ CONFIGURATIONS = (
     __name__,
 )
 """Modules with the fields that are settings."""
-
-ELSEWHERE = {"scheme": "rollout_quantization", "ignore": "quantization_ignore"}
-"""What other commands call some options."""
 
 
 @dataclass
@@ -239,13 +236,9 @@ def plain_name(word: str) -> str:
 
 
 def unknown_names(unknown: Sequence[str], names: Iterable[str]) -> ValueError:
-    """Return the error for options and settings that do not exist; it suggests similar names."""
-    known = ["model", *names]
-    similar = []
-    for word in map(plain_name, unknown):
-        similar += get_close_matches(ELSEWHERE.get(word, word), known, 1)
-    guess = f"; did you mean {' '.join(similar)}?" if similar else "."
-    return ValueError(f"Unknown option or setting {' '.join(unknown)}{guess}")
+    """Return the error for options and settings that do not exist; it suggests others."""
+    words = [plain_name(word) if word.startswith("--") else word for word in unknown]
+    return ValueError(f"Unknown option or setting: {explain(words, ['model', *names])}")
 
 
 def recipes() -> dict[str, Path]:

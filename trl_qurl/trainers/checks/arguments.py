@@ -30,16 +30,6 @@ def check_arguments(args: TrainingArguments, arguments: Mapping[str, Any]) -> No
         )
     if vars(args).get("dynamic_sampling"):
         check_plain_answers(arguments)
-    rewards: Any = arguments.get("reward_funcs")
-    if not isinstance(rewards, list):
-        rewards = [rewards]
-    judge = vars(args).get("dynamic_sampling_reward")
-    known = [getattr(function, "__name__", None) for function in rewards]
-    if judge is not None and None not in known and judge not in known:
-        raise ValueError(
-            f"dynamic_sampling_reward={judge!r} is not the name of a reward function: use one of "
-            f"{', '.join(map(repr, known))}."
-        )
 
 
 def check_plain_answers(arguments: Mapping[str, Any]) -> None:
