@@ -1,6 +1,7 @@
 """`trl-qurl demo` with each algorithm, for two rollouts of a policy with random weights."""
 
 import subprocess
+import sys
 
 import pytest
 from conftest import child_environment, completed
@@ -22,6 +23,13 @@ def test_bad_arguments_are_refused(capsys):
     assert "--rollouts is 0" in capsys.readouterr().err
 
 
+def test_the_command_that_is_proposed_works_in_a_new_shell(tmp_path):
+    shell = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
+    code = "from trl_qurl.lab.processes import name_of_command; print(name_of_command())"
+    name = completed(sys.executable, "-c", code, cwd=tmp_path, **shell).stdout.strip()
+    completed("sh", "-c", f"{name} mismatch MODEL --help", cwd=tmp_path, **shell)
+
+
 @pytest.mark.vllm
 @pytest.mark.xdist_group("colocated")
 @pytest.mark.parametrize("algorithm", FIRST_IS_ENOUGH)
@@ -34,11 +42,10 @@ def test_the_demo_compares_and_draws(algorithm, warm_python, tmp_path, monkeypat
 
     options = ["--algorithm", algorithm, "--rollouts", "2", "--output-dir", "out"]
     cache = str(tmp_path / "cache")
-    shell = {"PATH": "/usr/local/bin:/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [warm_python, "-m", "trl_qurl", "demo", *options],
         cwd=tmp_path,
-        env=child_environment(TRL_QURL_CACHE=cache, COLUMNS="80", **shell),
+        env=child_environment(TRL_QURL_CACHE=cache, PYTHONPATH=str(ROOT), COLUMNS="80"),
         capture_output=True,
         text=True,
         timeout=500,
@@ -51,9 +58,7 @@ def test_the_demo_compares_and_draws(algorithm, warm_python, tmp_path, monkeypat
     assert "solved 0.0% before and 0.0% after" in printed
     compared = "the stored 16-bit run solved" if algorithm == "grpo" else "no 16-bit run of"
     assert compared in printed
-    proposed = done.stdout.splitlines()[-1].partition(": ")[2]
-    assert proposed.endswith("trl-qurl mismatch HuggingFaceTB/SmolLM2-135M-Instruct")
-    completed("sh", "-c", f"{proposed} --help", cwd=tmp_path, **shell)
+    assert printed.endswith("trl-qurl mismatch HuggingFaceTB/SmolLM2-135M-Instruct")
     assert (tmp_path / "out" / "demo.png").read_bytes().startswith(b"\x89PNG")
 
     run = read_run(tmp_path / "out")
