@@ -13,7 +13,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -65,6 +65,9 @@ LONGEST_FIRST = (
     "doctor",
 )
 """Groups of tests that take long. Workers take them first, in this order."""
+
+TESTS_PER_MINUTE = 450
+"""Of `make test` with two cores, whose tests with engines take most of the time."""
 
 INSTRUCTIONS = os.environ.get("ONEDNN_MAX_CPU_ISA", "").lower()  # of a simulated laptop
 if not INSTRUCTIONS:
@@ -177,6 +180,20 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.collect()
     # engines collect garbage when they start and end, for a tenth of a second and more each time
     gc.freeze()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_node_collection_finished(node: Any, ids: Sequence[str]) -> None:
+    """Say what is coming, once the first worker has counted."""
+    if node.gateway.id != "gw0":
+        return
+    takes = ""
+    if node.config.option.markexpr == "not slow" and len(ids) > 2000:  # `make test`, all of it
+        takes = f", about {len(ids) / TESTS_PER_MINUTE:.0f} minutes on two cores"
+    node.config.get_terminal_writer().line(
+        f"\n{len(ids)} tests{takes}. s: skipped, as this machine lacks what the test needs; the end "
+        "lists it."
+    )
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -190,6 +190,7 @@ def test_a_transform_of_weights():
 def test_a_check_of_another_package(caplog):
     names: dict = {}
     exec(EXAMPLES["check"], names)
+    caplog.clear()  # of what imports say
     check = names["RepetitionCheck"]()
     state, model = SimpleNamespace(global_step=3), SimpleNamespace(training=True)
     check.trainer = SimpleNamespace(state=state, model=model)

@@ -282,7 +282,7 @@ def test_a_directory_without_a_model_is_not_taken_for_a_hub_name(tmp_path, monke
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cli.main(["quantize", "~/", str(tmp_path / "out"), "--scheme", "int8"]) == 2
     error = capsys.readouterr().err
-    assert "~/ does not contain a model" in error and "home directory" in error
+    assert "~/ does not contain a model" in error and "~ is not expanded" in error
     (tmp_path / "config.json").rename(tmp_path / "adapter_config.json")
     with pytest.raises(FileNotFoundError, match="adapter.*merge_and_unload.*--save_quantized"):
         check_model(str(tmp_path))

@@ -3,7 +3,7 @@
 import subprocess
 
 import pytest
-from conftest import child_environment
+from conftest import child_environment, completed
 from documents import ROOT
 
 from trl_qurl.cli import main
@@ -34,10 +34,11 @@ def test_the_demo_compares_and_draws(algorithm, warm_python, tmp_path, monkeypat
 
     options = ["--algorithm", algorithm, "--rollouts", "2", "--output-dir", "out"]
     cache = str(tmp_path / "cache")
+    shell = {"PATH": "/usr/local/bin:/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [warm_python, "-m", "trl_qurl", "demo", *options],
         cwd=tmp_path,
-        env=child_environment(TRL_QURL_CACHE=cache, PYTHONPATH=str(ROOT), COLUMNS="80"),
+        env=child_environment(TRL_QURL_CACHE=cache, COLUMNS="80", **shell),
         capture_output=True,
         text=True,
         timeout=500,
@@ -50,6 +51,9 @@ def test_the_demo_compares_and_draws(algorithm, warm_python, tmp_path, monkeypat
     assert "solved 0.0% before and 0.0% after" in printed
     compared = "the stored 16-bit run solved" if algorithm == "grpo" else "no 16-bit run of"
     assert compared in printed
+    proposed = done.stdout.splitlines()[-1].partition(": ")[2]
+    assert proposed.endswith("trl-qurl mismatch HuggingFaceTB/SmolLM2-135M-Instruct")
+    completed("sh", "-c", f"{proposed} --help", cwd=tmp_path, **shell)
     assert (tmp_path / "out" / "demo.png").read_bytes().startswith(b"\x89PNG")
 
     run = read_run(tmp_path / "out")

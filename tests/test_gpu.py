@@ -54,11 +54,11 @@ def test_line(name, lines):
     assert line["status"] in ("ok", "note"), log
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 def test_a_gpu_rounds_to_the_bits_of_a_cpu(scheme, dtype):
-    # Half a million quotients: multiplying by reciprocals would change hundreds.
-    weight = torch.randn(512, 1024, generator=torch.Generator().manual_seed(0)).to(dtype)
+    # Millions of quotients: multiplying by reciprocals would change thousands. As wide as in 7B.
+    weight = torch.randn(256, 18_944, generator=torch.Generator().manual_seed(0)).to(dtype)
     on_gpu = scheme.quantize(weight.cuda())
     for name, tensor in scheme.quantize(weight).items():
         assert torch.equal(on_gpu[name].cpu().view(torch.uint8), tensor.view(torch.uint8)), name

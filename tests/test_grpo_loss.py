@@ -289,8 +289,8 @@ def test_one_update_per_rollout_needs_no_scoring_pass(objective, trainer, monkey
         # Scoring passes over other rows at once, and so rounds otherwise.
         assert ours.item() == pytest.approx(theirs.item(), rel=1e-4, abs=1e-6)
         assert_close(gradients(trainer, ours), gradients(trainer, theirs), 1e-3, 1e-4)
-    measured = {name for name in scored_metrics if name.startswith(("mismatch/", "sampling/"))}
-    assert len(measured) == 11 + 5, "TRL's five are logged without its scoring pass, too"
+    measured = {name for name in scored_metrics if name.startswith("mismatch/")}
+    assert len(measured) == 11
     metrics = latest(trainer)
     for name in measured:
         assert metrics[name] == pytest.approx(scored_metrics[name], rel=1e-2, abs=1e-7), name
@@ -458,7 +458,7 @@ def test_a_token_without_a_log_probability_is_left_out(objective, value, trainer
 
 def test_a_rollout_with_too_many_such_tokens_is_an_error(trainer, monkeypatch):
     give_invalid_logps(trainer, monkeypatch, -math.inf, count=3)
-    with pytest.raises(RuntimeError, match=r"for [23]\.\d% of this rollout's tokens \(limit 1%\)"):
+    with pytest.raises(RuntimeError, match=r"for [23]\.\d% of this rollout's tokens"):
         trainer._generate_and_score_completions(ROWS)
 
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trl_qurl.lab import device
 from trl_qurl.lab.activations import round_activations
 from trl_qurl.lab.comparison import candidates
 from trl_qurl.quantization import SCHEMES
@@ -231,15 +230,6 @@ def test_caches_with_scales_per_token_are_for_gpus_alone():
     )
 
 
-@pytest.mark.parametrize(
-    ("supported", "expected"), [(True, ("BF16", "bfloat16")), (False, ("FP16", "float16"))]
-)
-def test_sixteen_bits_are_those_of_the_gpu(supported, expected, monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: supported)
-    assert device.full_precision() == expected
-
-
 def test_bench_trains_in_the_sixteen_bits_of_the_gpu(monkeypatch, tmp_path):
     from tiny import tiny_model
 
@@ -247,7 +237,7 @@ def test_bench_trains_in_the_sixteen_bits_of_the_gpu(monkeypatch, tmp_path):
     from trl_qurl.lab.bench import run, trial
 
     jobs = {}
-    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: False)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (7, 5))
     monkeypatch.setattr(hardware, "gpu_capability", lambda: (7, 5))
     monkeypatch.setattr(trial, "cpu_settings", dict)
     monkeypatch.setattr("trl_qurl.QuRLGRPOConfig", lambda directory, **settings: settings)

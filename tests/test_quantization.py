@@ -29,7 +29,6 @@ from trl_qurl.quantization import (
     checkpoint,
     get_scheme,
     make_plan,
-    packing,
     write_checkpoint,
 )
 from trl_qurl.quantization.merging import model_parameters
@@ -150,16 +149,6 @@ def test_what_a_scheme_says_of_its_tensors_is_what_it_makes(scheme, dtype):
         assert described[name].dtype == tensor.dtype
         assert described[name].shape == tensor.shape
     assert scheme.dequantize(tensors).shape == weight.shape
-
-
-@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
-def test_rounding_in_chunks_changes_no_bit(scheme, monkeypatch):
-    # Of this width, the cache holds 585 rows, which are not whole blocks.
-    weight = torch.randn(640, 896, generator=torch.Generator().manual_seed(0))
-    assert weight.numel() > packing.CACHED, "the weight fits into one chunk"
-    chunked = scheme.quantize(weight)
-    monkeypatch.setattr(packing, "CACHED", weight.numel())
-    assert_same_bits(chunked, scheme.quantize(weight))
 
 
 class DivisionAsOnCUDA(TorchFunctionMode):

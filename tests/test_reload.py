@@ -107,7 +107,7 @@ def reload(layer, *names):
 )
 def test_a_layer_with_undefined_values_is_an_error(layer, names, caplog):
     with pytest.raises(
-        RuntimeError, match=f"is undefined after a reload: {layer.__name__}. A tensor"
+        RuntimeError, match=f"is undefined after a reload: {layer.__name__}. Leave them"
     ):
         reload(layer(), *names)
     said = [record for record in caplog.records if "reload" in record.name]

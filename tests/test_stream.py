@@ -173,7 +173,7 @@ def test_a_server_that_refuses_says_why_and_nobody_hangs(client, server):
             outcome.result(timeout=20)
     assert client._broadcast.wait(5.0), "a run that recovers opens another one"
     # Half loaded, vLLM cannot be loaded again; whoever tries is told.
-    with pytest.raises(RuntimeError, match="restart the engine"):
+    with pytest.raises(RuntimeError, match="restart the server, or the run"):
         server.worker.load_rollout_weights({"version": "v2"}, weights_iterator=iter(()))
 
 

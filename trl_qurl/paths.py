@@ -14,13 +14,6 @@ def is_local(name: str) -> bool:
     return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).exists()
 
 
-def home_advice(path: str | Path) -> str:
-    """Return a sentence for errors about a path that does not exist; "" without a `~`."""
-    if not str(path).startswith("~"):
-        return ""
-    return " Write your home directory out: '~' stands for it only in a shell, unquoted."
-
-
 def check_model_directory(path: str | Path, instead_of_adapter: str) -> None:
     """Raise `FileNotFoundError` for a directory without a complete model.
 
@@ -32,6 +25,6 @@ def check_model_directory(path: str | Path, instead_of_adapter: str) -> None:
     if Path(path, "adapter_config.json").is_file():
         raise FileNotFoundError(f"{path} holds an adapter, and no model: {instead_of_adapter}.")
     raise FileNotFoundError(
-        f"{path} does not contain a model: give a directory with a config.json, or a name on the "
-        f"Hub such as Qwen/Qwen2.5-0.5B-Instruct.{home_advice(path)}"
+        f"{path} does not contain a model: give a directory with a config.json (~ is not "
+        "expanded), or a name on the Hub such as Qwen/Qwen2.5-0.5B-Instruct."
     )

@@ -13,7 +13,7 @@ from trl_qurl.config.checks.values import COUNT, POSITIVE, check_values
 from trl_qurl.config.help import with_help
 from trl_qurl.quantization.checks.kv_cache import check_kv_cache
 from trl_qurl.quantization.checks.plan import check_patterns
-from trl_qurl.quantization.formats import EXAMPLE, SCHEMES, UNQUANTIZED
+from trl_qurl.quantization.formats import EXAMPLE, SCHEMES, UNQUANTIZED, emulates_bfloat16
 from trl_qurl.quantization.plan import read_formats, schemes_of
 
 
@@ -21,6 +21,9 @@ from trl_qurl.quantization.plan import read_formats, schemes_of
 @dataclass
 class QuantizedRolloutsConfig:
     """Mixin for TRL configs: the settings of quantized rollouts.
+
+    On a GPU before Ampere, such as a T4, training uses float16 (`fp16`) in place of TRL's default,
+    bfloat16, unless `bf16` is set.
 
     > Rollout format
 
@@ -126,6 +129,8 @@ class QuantizedRolloutsConfig:
     mismatch_guard_kl: Annotated[float, POSITIVE] = 0.1
 
     def __post_init__(self: Any) -> None:
+        if self.bf16 is None and not self.use_cpu and emulates_bfloat16():
+            self.fp16 = True
         super().__post_init__()  # type: ignore[misc]  # TRL's config comes after this class
         self.rollout_quantization = read_formats(self.rollout_quantization)
         check_patterns(self.quantization_ignore, "quantization_ignore")

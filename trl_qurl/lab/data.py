@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from trl_qurl.cli.options import check_hub
 from trl_qurl.lab.grading import as_solution, is_text
-from trl_qurl.paths import home_advice, is_local
+from trl_qurl.paths import is_local
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -159,8 +159,8 @@ def _load_rows(name: str, split: str, config: str | None) -> Iterable[Row]:
         return load_dataset(name, config, split=split)
     if not path.is_file():
         raise FileNotFoundError(
-            f"{name} does not exist: give a {', '.join(SUFFIXES)} file, or a Hub name."
-            f"{home_advice(path)}"
+            f"{name} does not exist: give a {', '.join(SUFFIXES)} file (~ is not expanded), "
+            "or a Hub name."
         )
     if suffix not in SUFFIXES:
         raise ValueError(f"{name} is not a {', '.join(SUFFIXES)} file: convert it to one.")
@@ -177,7 +177,7 @@ def _load_rows(name: str, split: str, config: str | None) -> Iterable[Row]:
     except UnicodeDecodeError:
         raise ValueError(f"{path} is not in UTF-8: save it again in this encoding.") from None
     except Exception as error:  # of four libraries
-        raise ValueError(f"{path} cannot be read as {suffix[1:]}: {error}") from error
+        raise ValueError(f"{path} cannot be read as {suffix[1:]}: {error}. Correct it.") from error
 
 
 def _read_json(text: str) -> list[Row]:
@@ -191,20 +191,20 @@ def _read_json(text: str) -> list[Row]:
                 rows.append(json.loads(line, parse_float=WrittenFloat))
         except json.JSONDecodeError as error:
             raise ValueError(
-                f"{error.msg} in line {position}, column {error.colno}; a file has a list of "
-                "objects, or one object in each line"
+                f"{error.msg} in line {position}, column {error.colno}: write a list of objects, "
+                "or one object in each line"
             ) from error
     return rows
 
 
 def _check_rows(rows: list[Row], source: str) -> None:
     if not rows:
-        raise ValueError(f"{source} contains no questions.")
+        raise ValueError(f"{source} contains no questions: add rows, or use another file.")
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, dict) or None in row:  # csv puts surplus cells there
             raise ValueError(
                 f"Row {number} of {source} is not an object, or has more cells than the file has "
-                "columns."
+                "columns: correct or remove it."
             )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import sys
 
 BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")
 """Torch's names of instructions that multiply bfloat16 (x86, x86, ARM).
@@ -47,8 +48,29 @@ def full_precision() -> tuple[str, str]:
 
     We do not leave the choice to vLLM: for float32 weights it would choose FP16.
     """
-    import torch
+    from trl_qurl.quantization.formats import emulates_bfloat16
 
-    if torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False):
+    if emulates_bfloat16():
         return "FP16", "float16"  # as on Turing
     return "BF16", "bfloat16"
+
+
+def use_one_gpu() -> None:
+    """Hide all GPUs but the first from this process, unless a launcher started it.
+
+    With several, Transformers would split each batch over them, which TRL refuses. Call it before
+    anything uses CUDA, which reads the variable once.
+    """
+    if "LOCAL_RANK" in os.environ:  # set by torchrun and `accelerate launch`
+        return
+    import torch
+
+    count = torch.cuda.device_count()  # of those visible; by NVML, without a start of CUDA
+    if count < 2:
+        return
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    os.environ["CUDA_VISIBLE_DEVICES"] = chosen
+    print(
+        f"Using GPU {chosen} of {count} (CUDA_VISIBLE_DEVICES). For more: docs/eight-gpus.md",
+        file=sys.stderr,
+    )

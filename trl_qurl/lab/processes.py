@@ -12,6 +12,7 @@ import math
 import os
 import pickle
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -64,6 +65,17 @@ class ChildFailure(ChildProcessError):
         self.status = status
         self.fault = fault
         self.output = output
+
+
+def name_of_command() -> str:
+    """Return what starts `trl-qurl` in the user's next shell, in the same directory.
+
+    That shell need not have this environment on its `PATH`.
+    """
+    script = Path(sys.executable).with_name("trl-qurl")
+    if shutil.which("trl-qurl") or not script.exists():
+        return "trl-qurl"
+    return os.path.relpath(script)
 
 
 def die_with_parent() -> None:

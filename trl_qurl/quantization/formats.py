@@ -79,6 +79,12 @@ def gpu_capability() -> tuple[int, int] | None:
     return torch.cuda.get_device_capability()
 
 
+def emulates_bfloat16() -> bool:
+    """Return whether the GPU is older than Ampere; torch counts its bfloat16 as supported."""
+    capability = gpu_capability()
+    return capability is not None and capability < (8, 0)
+
+
 FORMATS = (
     QuantizationScheme(
         name="int8",

@@ -27,18 +27,14 @@ Number = TypeVar("Number", torch.Tensor, float)
 def valid_logps(logps: torch.Tensor) -> torch.Tensor:
     """Replace log-probabilities that no sampled token can have with NaN: the objectives skip these.
 
-    They are infinities, and a server's stand-in for -inf.
+    Args:
+        logps: The engine's log-probabilities of sampled tokens, in nats, of any shape.
+
+    Returns:
+        The same values, with NaN for infinities and for a server's stand-in for -inf.
     """
     is_valid = (logps > SERVED_MINUS_INFINITY) & (logps < math.inf)
     return logps.where(is_valid, math.nan)
-
-
-class Summary(NamedTuple):
-    """What TRL logs of the values of all processes."""
-
-    mean: float  # of the processes' means
-    largest: float  # of all
-    least: float  # of all
 
 
 class Sums(NamedTuple, Generic[Number]):
@@ -70,7 +66,6 @@ class MismatchTally:
         # by part
         self._sums: list[torch.Tensor] = []  # of `mismatch_sums`, (9,) each
         self._ratio_maxima: list[torch.Tensor] = []  # () each
-        self._log_ratios: list[torch.Tensor] = []  # of the tokens to learn from, (tokens,) each
 
     def add(
         self,
@@ -90,37 +85,6 @@ class MismatchTally:
         sums, ratio_max = mismatch_sums(proximal_logps, behavior_logps, mask, cap)
         self._sums.append(sums)
         self._ratio_maxima.append(ratio_max)
-        self._log_ratios.append((proximal_logps - behavior_logps)[mask])
-
-    def sampling_metrics(self, cap: float) -> dict[str, float]:
-        """Return TRL's `sampling/*`, which TRL computes only for a rollout scored in advance.
-
-        A collective operation.
-
-        Args:
-            cap: C, a ratio.
-
-        Returns:
-            Metrics of the parts so far, by name.
-        """
-        log_ratio = torch.cat(self._log_ratios)
-        difference = self._summarize(log_ratio.abs())
-        ratio = self._summarize(log_ratio.nan_to_num(0.0).exp().clamp(max=cap))
-        return {
-            "sampling/sampling_logp_difference/mean": difference.mean,
-            "sampling/sampling_logp_difference/max": difference.largest,
-            "sampling/importance_sampling_ratio/mean": ratio.mean,
-            "sampling/importance_sampling_ratio/max": ratio.largest,
-            "sampling/importance_sampling_ratio/min": ratio.least,
-        }
-
-    def _summarize(self, values: torch.Tensor) -> Summary:
-        """Summarize the values of all processes as TRL does."""
-        known = values[~values.isnan()] if values.isfinite().any() else values.new_zeros(1)
-        here = torch.stack([known.mean(), known.max(), known.min()]).unsqueeze(0)
-        mean, largest, least = self._accelerator.gather(here).unbind(1)  # (processes,) each
-        summary = torch.stack([mean.mean(), largest.max(), least.min()])
-        return Summary(*summary.tolist())  # one wait for the device
 
     def pop(self) -> dict[str, float]:
         """Return the metrics of the whole rollout, and start over. A collective operation.
@@ -144,10 +108,10 @@ class MismatchTally:
         if share > INVALID_LIMIT:
             raise RuntimeError(
                 f"The engine's log-probability is NaN or infinite for {share:.1%} of this "
-                f"rollout's tokens (limit {INVALID_LIMIT:.0%}), so it sampled noise. Usual causes: "
-                "16-bit overflow (set dtype='bfloat16' in vllm_engine_kwargs), a faulty kernel "
-                "(run `trl-qurl doctor`), or an engine option such as speculative_config (remove "
-                "it). Then resume from the last checkpoint."
+                "rollout's tokens, so it sampled noise. Usual causes: overflow in float16 (set "
+                "dtype='bfloat16' in vllm_engine_kwargs; on a GPU without it, 'float32' and "
+                "rollout_quantization=None), a faulty kernel (run `trl-qurl doctor`), or an "
+                "unusual engine option. Then resume from the last checkpoint."
             )
         return metrics
 

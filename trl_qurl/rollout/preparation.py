@@ -110,7 +110,8 @@ def _fit_smoothing(
     if accelerator.is_main_process and sequences:
         weights.fit_smoothing(model, sequences)
         scales = {name: scale.cpu() for name, scale in smoothing.scales.items()}
-    [smoothing.scales] = broadcast_object_list([scales], from_process=0)
+    [scales] = broadcast_object_list([scales], from_process=0)
+    smoothing.scales = {name: scale.to(accelerator.device) for name, scale in scales.items()}
 
 
 def plan_rollouts(model: PreTrainedModel, rollout: RolloutSettings) -> QuantizationPlan:

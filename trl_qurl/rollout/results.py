@@ -11,7 +11,7 @@ class Completions(NamedTuple):
     prompt_ids: list[list[int]]
     completion_ids: list[list[int]]
     logprobs: Any  # by token: lists, of the sampled one and others, in nats
-    logprob_token_ids: list[list[list[int]]] | None  # these tokens
+    logprob_token_ids: Any  # lists of these tokens, or `None`
 
 
 class Generated(NamedTuple):

@@ -65,7 +65,7 @@ def read_lists(completions: Completions, listed: int) -> list[Listing]:
     rows = zip(
         completions.completion_ids,
         completions.logprobs,
-        completions.logprob_token_ids or (),
+        completions.logprob_token_ids,
         strict=True,
     )
     for sampled, logp_lists, id_lists in rows:

@@ -8,7 +8,7 @@ asks for the next tensor. The path of a weight:
 2. `quantization/checkpoint_form.py`: renames and splits them as the model's checkpoint does.
 3. `quantization/smoothing.py`: folds scales into the weights of INT8 layers and of what feeds them.
 4. `quantization/stream.py`, `scheme.py`, `packing.py`: rounds and packs each weight, one layer at a
-   time, with compressed-tensors.
+   time, as compressed-tensors does; on a GPU with one kernel (`kernels.py`).
 5. `rollout/checks/tensors.py`: looks for NaN, and meters the stream (bytes, seconds, digests).
 6. `rollout/routes.py`: hands the stream over, or writes files (`directory.py`, `storage.py`).
 7. `rollout/engine/colocated.py` or `served.py`: one call to the engine's workers. A stream to a

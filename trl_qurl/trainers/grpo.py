@@ -105,12 +105,10 @@ class QuRLGRPOTrainer(GroupRolloutsMixin, GRPOTrainer):
         logps = generated.logprobs
         if logps is None:
             if self.args.vllm_importance_sampling_correction:
-                way = (
-                    "return a list for each completion (the third result of "
-                    "trainer.vllm_generation.generate)"
-                )
                 raise ValueError(
-                    f"rollout_func returned logprobs=None, but the objective needs them: {way}."
+                    "rollout_func returned logprobs=None, but the objective needs them: return a "
+                    "list for each completion (the third result of "
+                    "trainer.vllm_generation.generate)."
                 )
         elif self.rollout_func is not None:  # may return the engine's lists, of one number each
             logps = [[one[0] if isinstance(one, list) else one for one in row] for row in logps]

@@ -264,8 +264,6 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
             # TRL increments `_step` after the loss. In evaluation, each micro-batch is a rollout.
             is_last = (self._step + 1) % self.args.steps_per_generation == 0
             if self._mode == "eval" or is_last:
-                if self.vllm_importance_sampling_correction:
-                    self._record(self._mismatch.sampling_metrics(cap_of(self.args)))
                 self._record_mismatch()
         lifting = None
         if self._objective is not None and self._objective.lifts_upper_bound:

@@ -27,6 +27,7 @@ from trl_qurl.lab.comparison import (
     read_schemes,
     write_json,
 )
+from trl_qurl.lab.device import use_one_gpu
 from trl_qurl.lab.packages import require
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ def run(args: argparse.Namespace) -> int:
     check_model(args.model)
     check_output(args.output)
     require_vllm()
+    use_one_gpu()
     if load.lora_rank:
         require("An adapter", "peft", extra="peft")
     from rich.console import Console

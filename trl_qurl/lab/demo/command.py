@@ -8,7 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from trl_qurl.lab.device import use_one_gpu
 from trl_qurl.lab.packages import require
+
+CHAT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,6 +48,7 @@ def run(args: argparse.Namespace) -> int:
     from trl_qurl.lab.demo.run import ENVIRONMENT, run_demo
     from trl_qurl.quantization.plan import read_formats
 
+    use_one_gpu()
     scheme: Any = read_formats(args.scheme)  # a name: the parser allows no mapping
     if args.rollouts < 1:
         raise ValueError(f"--rollouts is {args.rollouts}: give at least 1.")
@@ -55,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
     from transformers.utils.logging import disable_progress_bar
 
     from trl_qurl.lab.demo import outcome
+    from trl_qurl.lab.processes import name_of_command
     from trl_qurl.trainers.run_log import RUN_LOG
 
     args.output_dir.mkdir(parents=True, exist_ok=True)
@@ -67,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     for sentence in outcome.sentences(found.run, found.accuracy):
         console.print(sentence)
     print(f"Log: {args.output_dir / RUN_LOG}\nPicture: {picture}")
-    print("Next: trl-qurl mismatch MODEL    # what rounding does to your model (docs/tutorial.md)")
+    print(f"Next, what rounding does to a chat model: {name_of_command()} mismatch {CHAT_MODEL}")
     shortfall = outcome.find_shortfall(found.run, found.accuracy, args.required_share)
     if shortfall is None:
         return 0

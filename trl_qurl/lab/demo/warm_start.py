@@ -91,7 +91,8 @@ def train_warm_start(
                 return policy
     raise ValueError(
         f"The warm start reached an accuracy of {accuracy:.2f} in "
-        f"max_updates={settings.max_updates}, below target={settings.target}."
+        f"max_updates={settings.max_updates}, below target={settings.target}: raise the first, "
+        "or lower the second."
     )
 
 

@@ -82,7 +82,7 @@ def describe_gpus(built: str) -> Line:
     if full_precision()[1] == "float16":
         status = Status.NOTE
         advice = (
-            "No bfloat16 support: use --bf16 false --fp16 true, and an engine in float16 "
+            "No bfloat16: trainer and engine use float16, unless you set another type "
             "(docs/installation.md)."
         )
     return Line("torch", text, status, advice, {"gpus": len(descriptions)})

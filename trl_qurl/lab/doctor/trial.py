@@ -7,7 +7,6 @@ from them. It needs no download.
 from __future__ import annotations
 
 import math
-import os
 import tempfile
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -139,11 +138,10 @@ def build_trainer(
 
     from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
     from trl_qurl.lab.demo.task import build_tokenizer, sample_problems
-    from trl_qurl.lab.device import full_precision
+    from trl_qurl.lab.device import full_precision, use_one_gpu
     from trl_qurl.quantization.plan import read_formats
 
-    # With several GPUs, the trainer would wrap the model for all of them.
-    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    use_one_gpu()
     tokenizer = build_tokenizer()
     prompts = [problem.prompt for problem in sample_problems(64, seed=0)]
     has_gpu = torch.cuda.is_available()

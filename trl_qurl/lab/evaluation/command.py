@@ -151,8 +151,8 @@ def check_arguments(args: argparse.Namespace) -> dict[str, Formats]:
         raise ValueError(f"--temperature is {args.temperature:g}: give 0, or a positive number.")
     if args.samples > 1 and args.temperature == 0:
         raise ValueError(
-            f"--samples {args.samples} requires a --temperature above 0 (the paper: 1 or 0.6): "
-            "greedy answers to the same question are all the same."
+            f"--samples {args.samples} samples the same greedy answer again: set a --temperature "
+            "above 0 (the paper: 1 or 0.6)."
         )
     require_vllm()
     require("Evaluating", "math_verify", "rich", extra="eval")

@@ -55,7 +55,8 @@ def measure(scored: Sequence[Scored]) -> Mismatch:
     flat = torch.cat(log_ratios)
     if not flat.isfinite().all():
         raise ValueError(
-            "The engine returned log-probabilities that are not finite: its weights are broken."
+            "The engine returned log-probabilities that are not finite: try --scheme none, and run "
+            "`trl-qurl doctor`."
         )
     ratios = flat.exp()
     kl_k3 = interval(scored, [row.expm1() - row for row in log_ratios])

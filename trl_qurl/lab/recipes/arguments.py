@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from trl_qurl.lab.comparison import option
 from trl_qurl.lab.contract import tree
-from trl_qurl.lab.device import cpu_settings
+from trl_qurl.lab.device import cpu_settings, use_one_gpu
 
 if TYPE_CHECKING:
     from trl import ModelConfig
@@ -166,6 +166,7 @@ def parse(command: str, argv: Sequence[str]) -> tuple[ScriptArguments, Any, Mode
     # Both report errors before seconds of imports.
     settings, argv = take_settings(argv)
     check_names(settings, argv)
+    use_one_gpu()
 
     from trl import ModelConfig, TrlParser
 
@@ -287,9 +288,13 @@ def _read_settings(name: str) -> dict[str, Any]:
     try:
         settings = yaml.safe_load(path.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
-        raise ValueError(f"The settings file {path} is not valid YAML: {error}") from error
+        raise ValueError(
+            f"The settings file {path} is not valid YAML: {error}. Correct it."
+        ) from error
     if not isinstance(settings, dict):
-        raise ValueError(f"The settings file {path} has no lines of the form `NAME: value`.")
+        raise ValueError(
+            f"The settings file {path} has no settings: write lines of the form `NAME: value`."
+        )
     if "model" in settings:  # short name, as on the command line
         settings["model_name_or_path"] = settings.pop("model")
     return {str(name): value for name, value in settings.items()}

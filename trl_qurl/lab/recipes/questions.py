@@ -14,6 +14,7 @@ from trl_qurl.cli.noise import quiet
 from trl_qurl.cli.options import check_model
 from trl_qurl.lab.device import cpu_settings, keep_freed_memory
 from trl_qurl.lab.packages import require
+from trl_qurl.lab.processes import name_of_command
 from trl_qurl.lab.recipes.arguments import ScriptArguments, parse
 from trl_qurl.lab.recipes.rewards import GRADING, load_rewards, punishment
 
@@ -96,7 +97,7 @@ def train(
     saved = f"Policy saved to {output_dir}"
     if script_args.save_quantized:
         saved += f", and its quantized checkpoint to {trainer.save_quantized()}"
-    trainer.accelerator.print(f"{saved}\nNext: trl-qurl report {output_dir}")
+    trainer.accelerator.print(f"{saved}\nNext: {name_of_command()} report {output_dir}")
     return trainer
 
 

@@ -3,8 +3,6 @@
 import os
 from pathlib import Path
 
-from trl_qurl.paths import home_advice
-
 
 def check_replaceable(path: str | os.PathLike[str]) -> None:
     """Raise `FileExistsError` if `path` holds something other than a quantized checkpoint.
@@ -13,7 +11,7 @@ def check_replaceable(path: str | os.PathLike[str]) -> None:
     """
     path = Path(path)
     if path.parts[:1] == ("~",):
-        raise ValueError(f"The checkpoint cannot be written to {path}.{home_advice(path)}")
+        raise ValueError(f"No checkpoint can be written to {path}: write out your home directory.")
     if not path.exists():
         return
     contents = "is a file"

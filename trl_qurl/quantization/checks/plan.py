@@ -28,7 +28,7 @@ def check_patterns(patterns: Any, name: str) -> None:
             re.compile(pattern.removeprefix("re:"))
         except re.error as error:
             raise ValueError(
-                f"{name} has {pattern!r}, which is not a regular expression: {error}."
+                f"{name} has {pattern!r}, which is no regular expression: correct it ({error})."
             ) from None
 
 

@@ -89,7 +89,7 @@ def choose_adapter(
     if requested == "adapter" and obstacle:
         raise ValueError(
             "An adapter alone (weight_sync='adapter', round_base=True) is not possible: "
-            f"{obstacle}. Without these two settings, whole weights are sent."
+            f"{obstacle}. Leave both settings out to send whole weights."
         )
     if requested == "adapter":
         return True, "weight_sync='adapter' requests it"

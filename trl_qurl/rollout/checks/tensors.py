@@ -29,22 +29,22 @@ def find_not_finite(
 
     Names are added after the last tensor: the stream does not stop at one, because a server's
     workers would wait for the rest forever. Codes are not read: a quantized weight shows both in
-    its scale.
+    its scale. A scale per channel is kept until then, to be read with all others at once.
     """
-    extremes: dict[str, tuple[torch.Tensor, ...]] = {}  # least and largest value
+    numbers: dict[str, torch.Tensor] = {}  # finite if the tensor is
     for name, tensor in named_tensors:
         values = tensor.detach()
-        if name.endswith(".weight_scale") and values.dtype is torch.uint8:
-            values = values.view(torch.float8_e8m0fnu).float()  # exponents
-        if values.is_floating_point() and values.itemsize > 1 and values.numel():
-            extremes[name] = values.aminmax()
+        if values.is_floating_point() and values.itemsize > 1:
+            is_short = values.shape[-1:] == (1,)  # a scale per channel
+            numbers[name] = values.flatten() if is_short else values.sum(dtype=torch.float32)[None]
         yield name, tensor
-    if not extremes:
+    if not numbers:
         return
-    numbers = [number.to(values.device) for number in chain.from_iterable(extremes.values())]
-    are_finite = torch.stack(numbers).isfinite().view(-1, 2).all(1).tolist()  # one wait for all
-    for name, is_finite in zip(extremes, are_finite, strict=True):
-        if not is_finite:
+    on_one_device = [each.to(values.device) for each in numbers.values()]
+    are_finite = torch.cat(on_one_device).isfinite().cpu()  # one wait for all
+    parts = are_finite.split([len(each) for each in on_one_device])
+    for name, part in zip(numbers, parts, strict=True):
+        if not part.all():
             names.append(name.removesuffix("_scale"))
 
 

@@ -48,8 +48,8 @@ class ColocatedEngine(wire.Engine):
     def clear_caches(self) -> None:  # noqa: D102
         if not self._llm.reset_prefix_cache():
             raise SyncError(
-                "vLLM did not clear the prefix cache of the old weights. Resume from the last "
-                "checkpoint."
+                "vLLM did not clear the prefix cache of the old weights, because a request still "
+                "runs: resume from the last checkpoint in a new process."
             )
         self._llm.llm_engine.reset_encoder_cache()  # image features from the old weights
 

@@ -54,7 +54,7 @@ class RolloutWorker(WorkerChecks):
         elif weights_path is not None:
             source = _read_files(weights_path)
         if self.rollout_load_failed:
-            raise RuntimeError("An earlier load of weights failed halfway: restart the engine.")
+            raise RuntimeError("An earlier load failed halfway: restart the server, or the run.")
         self.rollout_load_failed = True
         self.rollout_digests = {}
         stream = MeteredStream(source, self.rollout_digests if request.digest else None)

@@ -37,8 +37,8 @@ def watched_reload(model: torch.nn.Module) -> Iterator[None]:
     if log.undefined:
         raise RuntimeError(
             "A part of these layers' values is undefined after a reload: "
-            f"{', '.join(sorted(set(log.undefined)))}. A tensor was missing, or this vLLM cannot "
-            "reload such layers: use a model without them, or another version of vLLM."
+            f"{', '.join(sorted(set(log.undefined)))}. Leave them unquantized "
+            "(quantization_ignore, --ignore), or use a model without them."
         )
     if log.stale:
         raise RuntimeError(

@@ -120,8 +120,8 @@ def unchanged_text(model: PreTrainedModel, steps: range, norm: float, rate: floa
     if trained & {torch.bfloat16, torch.float16}:
         way = (
             "the trained weights have 16 bits, in which an update this small rounds to nothing: "
-            "load the model in float32 (dtype='float32' in model_init_kwargs, with bf16=True for "
-            "speed), or raise the learning rate"
+            "load the model in float32 (dtype='float32' in model_init_kwargs; bf16 or fp16 keeps "
+            "it fast), or raise the learning rate"
         )
     return (
         f"The updates of steps {steps[0]} to {steps[-1]} changed no weight of the policy, though "
@@ -143,7 +143,7 @@ def reason_alike(trainer: Any, metrics: Mapping[str, float]) -> str:
             f"all answers to a question earned the same reward, {reward:.3g} on average, choose "
             "harder questions"
         )
-    reason = "no answer earned a reward, read some (log_completions=True)"
-    if "accuracy_reward" in trainer.reward_func_names:
-        reason += r"; accuracy_reward wants a \boxed{}"
-    return reason
+    return (
+        "no answer earned a reward, read some (log_completions=True); accuracy_reward wants a "
+        r"\boxed{}"
+    )

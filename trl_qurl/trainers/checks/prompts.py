@@ -81,11 +81,6 @@ def measure_prompts(trainer: Trainer) -> LongestPrompt:
             logger.warning(
                 f"{len(indices)} prompts, the first of which is {name}[{indices[0]}], {doubt}"
             )
-        if len(dataset) > MEASURED:
-            logger.warning(
-                f"Only the first {MEASURED:,} of {len(dataset):,} prompts of {name} were measured "
-                "before training: a later one that is too long ends the run when it is drawn."
-            )
     return longest
 
 

@@ -1,0 +1,157 @@
+"""Every error that a user can meet says what to do, or has a row in docs/troubleshooting.md.
+
+A message names its remedy if a clause of it begins with a verb of `VERBS`, as an order, or if it
+says what a value must be. What is known at run time only is `…`, in messages as in rows.
+"""
+
+import ast
+import importlib.util
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from documents import ROOT, rows
+
+VERBS = (
+    "add|call|change|check|choose|compare|convert|correct|drop|enlarge|fill|free|give|install|keep|"
+    "leave|list|load|lower|make|move|name|narrow|omit|open|pass|raise|remove|rename|resume|restart|"
+    "return|run|save|scale|set|shorten|start|stop|train|try|unset|untie|update|use|wait|write"
+)
+REMEDY = re.compile(
+    rf"(?:^|[:;.,(…] ?|\b(?:or|and) )(?:{VERBS})\b|\bmust (?:be|hold)\b|\bsuch as\b",
+    re.IGNORECASE,
+)
+SECTIONS = (
+    "Settings that are refused, and warnings",
+    "While the engine starts",
+    "During training",
+)
+"""Sections of docs/troubleshooting.md with messages in the first column."""
+
+NEITHER = {
+    "module … has no attribute": "Python's own words",
+    "Unknown option or setting": "ends with the most similar name",
+    "It ended with status …": "bench says which format was not measured; the log follows",
+    "… is not installed.": "a line of doctor's contract, which compares installed packages",
+    "… trained … 2 steps": "doctor adds the advice for a failed trial",
+    "A step has no finite loss": "the same",
+    "A reward function failed in …, line …": "the user's own line, and the error in it",
+    "a step is not a whole number": "becomes the message that a run log is damaged",
+    "… holds an adapter, and no model: ….": "the caller says what to do (`instead_of_adapter`)",
+    "… cannot work: …. ….": "ends with the `way_out` of the conflict",
+    "… GB are free and … GB are needed": "becomes the message that names rollout_checkpoint_dir",
+    "… belongs to another user": "the same",
+    "… Before that: …": "joins two messages",
+    "No adapter is loaded": "a server was restarted, and the request is repeated",
+    "The server was restarted": "the same",
+    "The server's workers stopped receiving": "the same",
+}
+"""Beginnings of messages that need no remedy, and why."""
+
+
+class Message(NamedTuple):
+    """The text of an error in the source."""
+
+    place: str
+    text: str
+
+
+class Texts(ast.NodeVisitor):
+    """Collects the messages of a module.
+
+    A name in a message stands for every string that its function or module gives it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.messages: list[Message] = []
+        self._place = path.relative_to(ROOT).as_posix()
+        self._names: list[dict[str, list[ast.expr]]] = []
+        self.visit(ast.parse(path.read_text(encoding="utf-8")))
+
+    def _visit_scope(self, node: ast.Module | ast.FunctionDef) -> None:
+        strings: dict[str, list[ast.expr]] = {}
+        for inner in ast.walk(node):
+            if isinstance(inner, ast.Assign) and isinstance(inner.targets[0], ast.Name):
+                strings.setdefault(inner.targets[0].id, []).append(inner.value)
+        self._names.append(strings)
+        self.generic_visit(node)
+        self._names.pop()
+
+    visit_Module = visit_FunctionDef = _visit_scope  # noqa: N815, names of ast's
+
+    def visit_Call(self, node: ast.Call) -> None:  # noqa: N802
+        name = ast.unparse(node.func)
+        if re.fullmatch(r"\w+Error|ChildFailure", name) and name != "AssertionError" and node.args:
+            text = self._text(node.args[0])
+            if text.strip("… "):
+                self.messages.append(Message(f"{self._place}:{node.lineno}", text))
+        self.generic_visit(node)
+
+    def _text(self, node: ast.expr) -> str:
+        match node:
+            case ast.Constant():
+                return str(node.value)
+            case ast.JoinedStr():
+                return "".join(map(self._text, node.values))
+            case ast.BinOp():
+                return self._text(node.left) + self._text(node.right)
+            case ast.FormattedValue(value=ast.Name(id=name)):
+                values = next((scope[name] for scope in self._names[::-1] if name in scope), [])
+                strings = [
+                    value for value in values if isinstance(value, ast.Constant | ast.JoinedStr)
+                ]
+                return "…" + "".join(" " + self._text(value) for value in strings)
+        return "…"
+
+
+def messages() -> Iterator[Message]:
+    """Yield the messages of the package."""
+    for path in sorted((ROOT / "trl_qurl").rglob("*.py")):
+        yield from Texts(path).messages
+
+
+def listed() -> list[re.Pattern]:
+    """Return the messages in docs/troubleshooting.md."""
+    patterns = []
+    for section in SECTIONS:
+        for cells in rows(ROOT / "docs" / "troubleshooting.md", section):
+            for code in re.findall(r"`([^`]+)`", cells[0]):
+                pieces = map(re.escape, code.strip("… ").split("…"))
+                patterns.append(re.compile(".*".join(pieces)))
+    return patterns
+
+
+MESSAGES = list(messages())
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=[message.place for message in MESSAGES])
+def test_a_message_says_what_to_do(message):
+    text = message.text
+    has_row = any(pattern.search(text) for pattern in listed())
+    needs_neither = any(text.startswith(start) for start in NEITHER)
+    assert REMEDY.search(text) or has_row or needs_neither, (
+        f"{text!r} says what is wrong, and not what to do: add that, or a row to troubleshooting.md"
+    )
+
+
+def test_messages_of_vllm_are_in_the_installed_one():
+    package = importlib.util.find_spec("vllm")
+    if package is None:
+        pytest.skip("needs vLLM")
+    [directory] = package.submodule_search_locations
+    sources = "".join(path.read_text() for path in Path(directory, "v1").rglob("*.py"))
+    section = rows(ROOT / "docs" / "troubleshooting.md", "While the engine starts")
+    start = "To serve at least|Free memory on device|No available memory for|Engine core init"
+    shown = [cells[0].strip("`") for cells in section if re.match(f"`({start})", cells[0])]
+    assert len(shown) == 4
+    for message in shown:
+        for piece in message.split("…"):
+            assert piece.strip() in sources, piece
+
+
+def test_exceptions_are_messages_without_a_remedy():
+    for start in NEITHER:
+        matching = [text for _, text in MESSAGES if text.startswith(start)]
+        assert matching and not any(map(REMEDY.search, matching)), start

@@ -1,0 +1,185 @@
+"""`make setup` on a small project of its own, whose packages are wheels in a folder."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from zipfile import ZipFile, ZipInfo
+
+import pytest
+from documents import ROOT
+
+find_uv_bin = pytest.importorskip("uv", reason="needs uv (requirements/)").find_uv_bin
+
+BACKEND = """
+from pathlib import Path
+from zipfile import ZipFile
+
+def build_editable(directory, config_settings=None, metadata_directory=None):
+    name = "ours-1-py3-none-any.whl"
+    with ZipFile(Path(directory) / name, "w") as wheel:
+        wheel.writestr("ours.pth", str(Path.cwd()))
+        wheel.writestr("ours-1.dist-info/METADATA", "Metadata-Version: 2.1\\nName: ours\\nVersion: 1\\n")
+        wheel.writestr("ours-1.dist-info/WHEEL", "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n")
+        wheel.writestr("ours-1.dist-info/RECORD", "")
+    return name
+"""
+PROJECT = """
+[build-system]
+requires = []
+build-backend = "backend"
+backend-path = ["."]
+"""
+
+
+def make_wheel(folder: Path, name: str, version: str, *requires: str, program: Path | None = None):
+    """A package of one module, with a program if one is given."""
+    info = f"{name}-{version}.dist-info"
+    metadata = [
+        f"Name: {name}",
+        f"Version: {version}",
+        *(f"Requires-Dist: {it}" for it in requires),
+    ]
+    files = {
+        f"{name}.py": f"version = {version!r}\n".encode(),
+        f"{info}/METADATA": "\n".join(["Metadata-Version: 2.1", *metadata, ""]).encode(),
+        f"{info}/WHEEL": b"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    if program:
+        files[f"{name}-{version}.data/scripts/{program.name}"] = program.read_bytes()
+    record = "".join(f"{path},,{len(content)}\n" for path, content in files.items())
+    with ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
+        for path, content in files.items():
+            entry = ZipInfo(path)
+            entry.external_attr = 0o100755 << 16
+            wheel.writestr(entry, content)
+        wheel.writestr(f"{info}/RECORD", f"{record}{info}/RECORD,,\n")
+
+
+class Clone:
+    """A folder with the script, a lock file and pip's settings."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.wheels = folder / "wheels"
+        for name in ("tools", "requirements", "wheels"):
+            (folder / name).mkdir()
+        shutil.copy(ROOT / "tools/setup_env.py", folder / "tools")
+        (folder / "setup.cfg").touch()
+        (folder / "pyproject.toml").write_text(PROJECT)
+        (folder / "backend.py").write_text(BACKEND)
+        # A file for some of pip's settings, a variable for what it is to overrule there.
+        settings = ("no-index = true", "index-url = http://127.0.0.1:1/", "find-links = /nowhere")
+        (folder / "pip.conf").write_text("\n".join(["[global]", *settings, ""]))
+        others = {
+            name: value for name, value in os.environ.items() if name[:3] not in ("PIP", "UV_")
+        }
+        ours = {"PIP_CONFIG_FILE": str(folder / "pip.conf"), "PIP_FIND_LINKS": str(self.wheels)}
+        ours |= {"UV_CACHE_DIR": str(folder / "cache"), "PYTHONDONTWRITEBYTECODE": "1"}
+        self.environment = others | ours
+
+    def lock(self, *lines: str) -> None:
+        (self.folder / "requirements/cpu.lock").write_text("\n".join(lines) + "\n")
+
+    def set_up(self) -> str:
+        command = [sys.executable, "tools/setup_env.py", "--profile", "cpu"]
+        done = subprocess.run(
+            command, cwd=self.folder, env=self.environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def interrupt(self) -> None:
+        """Make it look as if the last call had not come to its end."""
+        state = self.folder / ".venv" / "trl-qurl-setup.json"
+        state.write_text(json.dumps(json.loads(state.read_text()) | {"complete": False}))
+
+    def packages(self) -> Path:
+        [folder] = self.folder.glob(".venv/lib/python*/site-packages")
+        return folder
+
+    def installed(self) -> dict[str, tuple[str, str]]:
+        """Of each package that a test made, its version and who installed it."""
+        found = {}
+        for info in self.packages().glob("*.dist-info"):
+            name, _, version = info.name.removesuffix(".dist-info").partition("-")
+            if name not in ("pip", "setuptools"):
+                found[name] = (version, (info / "INSTALLER").read_text().strip())
+        return found
+
+
+@pytest.fixture(scope="module")
+def uv_fails(tmp_path_factory) -> Clone:
+    """A clone after a set-up with a uv that fails."""
+    made = Clone(tmp_path_factory.mktemp("clone"))
+    # torch's build for CPUs has no dependency that the one for CUDA has
+    make_wheel(made.wheels, "torch", "2", "cuda_runtime")
+    make_wheel(made.wheels, "torch", "2+cpu", "tensors")
+    make_wheel(made.wheels, "cuda_runtime", "1")
+    make_wheel(made.wheels, "tensors", "1")
+    # vLLM and llm-compressor contradict each other like these
+    make_wheel(made.wheels, "engine", "1", "quantizer==1")
+    make_wheel(made.wheels, "quantizer", "2")
+    make_wheel(made.wheels, "quantizer", "3")
+    broken = made.folder / "uv"
+    broken.write_text("#!/bin/sh\necho backend: $UV_TORCH_BACKEND\nexit 2\n")
+    make_wheel(made.wheels, "uv", "1", program=broken)
+    make_wheel(made.wheels, "uv", "2", program=Path(find_uv_bin()))
+    made.lock("torch==2", "engine==1", "quantizer==2", "uv==1")
+    made.said = made.set_up()
+    return made
+
+
+def test_pip_takes_the_place_of_a_uv_that_fails(uv_fails):
+    assert uv_fails.said.count("uv failed, so pip takes its place") == 3
+    versions = {"torch": "2+cpu", "tensors": "1", "engine": "1", "quantizer": "2", "ours": "1"}
+    pip = {name: (version, "pip") for name, version in versions.items()}
+    assert uv_fails.installed() == pip | {"uv": ("1", "pip")}
+
+
+def test_uv_is_sent_to_pytorchs_cpu_builds_unless_the_user_names_a_source(uv_fails, monkeypatch):
+    log = uv_fails.folder / ".venv" / "trl-qurl-setup.log"
+    assert log.read_text().count("backend:\n") == 3
+    monkeypatch.setitem(uv_fails.environment, "PIP_FIND_LINKS", "")
+    monkeypatch.setitem(uv_fails.environment, "PIP_CONFIG_FILE", os.devnull)
+    uv_fails.interrupt()
+    uv_fails.set_up()  # everything is there, so pip asks no index
+    assert log.read_text().count("backend: cpu\n") == 1
+
+
+@pytest.fixture(scope="module")
+def clone(uv_fails) -> Clone:
+    """The same clone after an update of the lock file to a uv that works, and to another package."""
+    uv_fails.lock("torch==2", "engine==1", "quantizer==3", "uv==2")
+    uv_fails.said = uv_fails.set_up()
+    return uv_fails
+
+
+def test_uv_installs_what_the_lock_file_changed_and_leaves_torch_alone(clone):
+    assert "uv failed" not in clone.said
+    versions = {"torch": "2+cpu", "tensors": "1", "engine": "1"}
+    pip = {name: (version, "pip") for name, version in versions.items()}
+    ours = {"quantizer": ("3", "uv"), "ours": ("1", "uv"), "uv": ("2", "pip")}
+    assert clone.installed() == pip | ours
+    # what Python may not write later
+    assert list(clone.packages().glob("__pycache__/quantizer.*.pyc"))
+    assert clone.set_up() == ".venv is up to date (cpu profile)\n"
+
+
+def test_the_next_call_completes_what_was_interrupted(clone):
+    """A package whose file is half there, one whose last files are missing, torch not yet there."""
+    clone.interrupt()
+    packages = clone.packages()
+    shutil.rmtree(packages / "torch-2+cpu.dist-info")
+    for name in ("torch.py", "quantizer.py"):
+        (packages / name).unlink()  # not changed in place: uv's cache has the same file
+        (packages / name).write_text("ver")
+    (packages / "engine-1.dist-info" / "INSTALLER").unlink()
+    said = clone.set_up()
+    assert "installing again: engine-1" in said and "installing again: quantizer-3" in said
+    assert (packages / "quantizer.py").read_text() == "version = '3'\n"
+    assert (packages / "torch.py").read_text() == "version = '2+cpu'\n"
+    uv = {name: clone.installed()[name] for name in ("torch", "engine", "quantizer")}
+    assert uv == {"torch": ("2+cpu", "uv"), "engine": ("1", "uv"), "quantizer": ("3", "uv")}
