@@ -30,7 +30,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.outputs import LogprobsLists
 
-from trl_qurl.rollout.samples import read_outputs, sampled_logps, sampling_arguments
+from trl_qurl.rollout.samples import read_outputs, sampling_arguments
 from trl_qurl.trainers.listed_tokens import TIES, list_tokens
 
 ANSWERS, TOKENS = 64, 512
@@ -92,7 +92,8 @@ def read_as_trl(outputs: list) -> torch.Tensor:
 def read_as_ours(outputs: list, is_listed: bool) -> torch.Tensor:
     """Do the same as trl-qurl's backend and TRL's trainer after it."""
     listings, _ = read_outputs(outputs)
-    sampled = [[token[0] for token in row] for row in sampled_logps(listings)]
+    lists = [(each.logps[:, :1].tolist(), each.ids[:, :1].tolist()) for each in listings]
+    sampled = [[token[0] for token in row] for row, _ in lists]
     if is_listed:
         list_tokens(listings, TOKENS, torch.device("cpu"))
     return pad([torch.tensor(row) for row in sampled])

@@ -510,6 +510,14 @@ def test_a_rollout_function_may_do_without_the_engine(logps, trainer, monkeypatc
     trainer.vllm_generation.sync.needs_proof = False
 
 
+def test_what_is_generated_lists_the_sampled_tokens_alone(trainer):
+    """TRL's IW-OPD looks up each one by its id."""
+    result = trainer.vllm_generation.generate([[5, 6]] * 4, None, 4)
+    assert result.logprob_token_ids == [[[token] for token in row] for row in result.completion_ids]
+    ones = [[1] * len(row) for row in result.completion_ids]
+    assert [list(map(len, row)) for row in result.logprobs] == ones
+
+
 def test_vllm_makes_no_text_unless_it_must_or_is_asked(trainer, monkeypatch):
     generation = trainer.vllm_generation
     texts = []

@@ -45,7 +45,6 @@ from trl_qurl.rollout.samples import (
     Tokens,
     read_lists,
     read_outputs,
-    sampled_logps,
     sampling_arguments,
 )
 from trl_qurl.rollout.substitution import substitute
@@ -263,7 +262,10 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         if self.group.is_together:
             listings = read_lists(result, self.rollout.listed)
         self.samples = Samples(prompts, result.completion_ids, listings, has_images)
-        return result._replace(logprobs=sampled_logps(listings), logprob_token_ids=None)
+        # Lists of one for each token, which TRL's IW-OPD looks up by its id.
+        logps = [each.logps[:, :1].tolist() for each in listings]
+        ids = [each.ids[:, :1].tolist() for each in listings]
+        return result._replace(logprobs=logps, logprob_token_ids=ids)
 
     @contextmanager
     def _generating_here(self) -> Iterator[None]:

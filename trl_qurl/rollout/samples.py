@@ -78,8 +78,3 @@ def read_lists(completions: Completions, listed: int) -> list[Listing]:
             ids += [token, *of_ids[:width]]
         listings.append(Listing.of(logps, ids, len(sampled)))
     return listings
-
-
-def sampled_logps(listings: list[Listing]) -> list[list[list[float]]]:
-    """Return log-probabilities as TRL's trainers read them: a list for each token, of one."""
-    return [[[logp] for logp in logps[:, 0].tolist()] for logps, _ in listings]
