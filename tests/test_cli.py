@@ -76,16 +76,17 @@ def test_names_that_are_checked_before_imports_are_those_of_the_configurations(c
         ("quantize model out --scheme in8", "'in8'; did you mean 'int8'? "),
         ("quantize model out more --scheme int8", "quantize: error: unrecognized arguments: more"),
         ("quantize model out --scheme none", "--scheme is 'none'"),
-        ("grpo --modle m", "--modle; did you mean model?"),
-        ("grpo --model m q.jsonl", "Unknown option or setting q.jsonl"),
-        ("grpo --learning-rte=1e-6", "--learning-rte=1e-6; did you mean learning_rate?"),
+        ("grpo --modle m", "modle, did you mean model?"),
+        ("grpo --model m q.jsonl", "Unknown option or setting: q.jsonl"),
+        ("grpo --learning-rte=1e-6", "learning_rte, did you mean learning_rate?"),
+        ("grpo --warmup_ratio .1 --no_cuda", "a share of all steps); no_cuda (transformers < 5.0)"),
+        ("grpo --config old.yaml", "max_prompt_length (TRL < 0.28): filter long prompts out"),
         ("grpo --rollout_quantization in8", "; did you mean 'int8'"),
         ("grpo --objective tiss", "must be one of 'acr', 'tis'"),
         ("grpo --weight_sync steam", "choose from 'auto', 'stream'"),
-        ("grpo --reward_func accuracy_reward", "--reward_func; did you mean reward_funcs?"),
-        ("grpo --scheme int8", "; did you mean rollout_quantization?"),
-        ("grpo --ignore lm_head", "; did you mean quantization_ignore?"),
-        ("grpo --dataset_train_split x", "; did you mean dataset_split?"),
+        ("grpo --reward_func accuracy_reward", "reward_func, did you mean reward_funcs?"),
+        ("grpo --scheme int8", "scheme (other commands of trl-qurl): `rollout_quantization`"),
+        ("grpo --dataset_train_split x", ", did you mean dataset_split?"),
         ("grpo --config gsm9k", "settings file gsm9k does not exist"),
         ("grpo --config", "--config"),
         ("grpo --max_steps many", "invalid int value: 'many'"),
@@ -95,6 +96,7 @@ def test_names_that_are_checked_before_imports_are_those_of_the_configurations(c
 def test_a_typing_error_is_named_in_the_last_line(capsys, monkeypatch, tmp_path, arguments, named):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "old.yaml").write_text("max_prompt_length: 256\nlearning_rate: 1.0e-6\n")
     monkeypatch.chdir(tmp_path)
     try:
         status = cli.main(arguments.split())
@@ -122,7 +124,7 @@ def test_a_mistyped_option_of_a_script_is_one_line(script, monkeypatch, capsys):
 def calls(monkeypatch):
     """The arguments with which commands ran, which do nothing else."""
     found = []
-    for module in ("cli.quantize", "cli.serve", "lab.evaluation.command"):
+    for module in ("lab.quantize", "cli.serve", "lab.evaluation.command"):
         monkeypatch.setattr(f"trl_qurl.{module}.run", lambda args: found.append(vars(args)) or 0)
     return found
 
@@ -218,7 +220,7 @@ def test_without_an_accelerator_training_is_put_on_the_cpu(monkeypatch, tmp_path
     [
         ("seed: 1\na: [1\n b: 2", "YAML.* line 3"),
         ("- learning_rate", "run.yaml .* `NAME: value`"),
-        ("learning_rte: 1.0e-6", "learning_rte; did you mean learning_rate"),
+        ("learning_rte: 1.0e-6", "learning_rte, did you mean learning_rate"),
     ],
 )
 def test_settings_files_that_cannot_be_used(tmp_path, text, named, capsys):

@@ -33,8 +33,8 @@ SECTIONS = (
 NEITHER = {
     "module … has no attribute": "Python's own words",
     "Unknown option or setting": "ends with the most similar name",
-    "…() got unexpected keyword arguments": "`explain` says what to do about each",
-    "….__init__() …": "Python's own words",
+    "…() got unexpected keyword arguments": "a line for each, with what replaces it",
+    "….__init__() …": "Python's own words, after the name of the class",
     "It ended with status …": "bench says which format was not measured; the log follows",
     "… is not installed.": "a line of doctor's contract, which compares installed packages",
     "… trained … 2 steps": "doctor adds the advice for a failed trial",

@@ -32,8 +32,10 @@ class Listing(NamedTuple):
     def of(cls, logps: list[float], ids: list[int], length: int) -> "Listing":
         """Return the listing of a completion of this length from its rows, one after the other."""
         shape = (length, len(ids) // length if length else 1)
-        all_ids = torch.tensor(ids, dtype=torch.int64)
-        return cls(valid_logps(torch.tensor(logps)).view(shape), all_ids.view(shape))
+        return cls(
+            valid_logps(torch.tensor(logps)).view(shape),
+            torch.tensor(ids, dtype=torch.int64).view(shape),
+        )
 
 
 class Samples(NamedTuple):
@@ -52,7 +54,7 @@ def sampling_arguments(given: dict[str, Any]) -> dict[str, Any]:
 
 def read_outputs(outputs: "list[RequestOutput]") -> tuple[list[Listing], None]:
     """Return what TRL's `extract_logprobs` does, with a listing for each completion."""
-    flats: list[Any] = [each.logprobs for output in outputs for each in output.outputs]
+    flats = [each.logprobs for output in outputs for each in output.outputs]
     return [Listing.of(flat.logprobs, flat.token_ids, len(flat)) for flat in flats], None
 
 

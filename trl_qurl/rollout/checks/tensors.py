@@ -31,19 +31,19 @@ def find_not_finite(
     workers would wait for the rest forever. Codes are not read: a quantized weight shows both in
     its scale. A scale per channel is kept until then, to be read with all others at once.
     """
-    numbers: dict[str, torch.Tensor] = {}  # finite if the tensor is
+    read: dict[str, tuple[torch.Tensor, ...]] = {}  # least and largest value, or all
     for name, tensor in named_tensors:
         values = tensor.detach()
-        if values.is_floating_point() and values.itemsize > 1:
+        if values.is_floating_point() and values.itemsize > 1 and values.numel():
             is_short = values.shape[-1:] == (1,)  # a scale per channel
-            numbers[name] = values.flatten() if is_short else values.sum(dtype=torch.float32)[None]
+            read[name] = (values,) if is_short else values.aminmax()
         yield name, tensor
-    if not numbers:
+    if not read:
         return
-    on_one_device = [each.to(values.device) for each in numbers.values()]
-    are_finite = torch.cat(on_one_device).isfinite().cpu()  # one wait for all
-    parts = are_finite.split([len(each) for each in on_one_device])
-    for name, part in zip(numbers, parts, strict=True):
+    numbers = [each.flatten().to(values.device) for each in chain.from_iterable(read.values())]
+    are_finite = torch.cat(numbers).isfinite().cpu()  # one wait for all
+    lengths = [sum(map(torch.numel, parts)) for parts in read.values()]
+    for name, part in zip(read, are_finite.split(lengths), strict=True):
         if not part.all():
             names.append(name.removesuffix("_scale"))
 
