@@ -194,7 +194,7 @@ def parse(command: str, argv: Sequence[str]) -> tuple[ScriptArguments, Any, Mode
         [ModelConfig, script, config],
         prog=f"trl-qurl {command}",
         usage="%(prog)s [--config FILE ...] [--OPTION VALUE ...]",
-        description="Example: %(prog)s --model Qwen/Qwen2.5-7B-Instruct --config lora_w4",
+        description="Example: %(prog)s --model Qwen/Qwen2.5-1.5B-Instruct --config lora_w4",
         epilog="Each option is also a setting in a YAML file. --help-all lists TRL's others.",
         allow_abbrev=False,
     )
