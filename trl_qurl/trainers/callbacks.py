@@ -162,6 +162,6 @@ def _plan(args: Any, steps: int) -> str:
     updates = args.updates_per_rollout
     rollouts = f"{math.ceil(steps / updates)} {name} rollouts of {answers} answers"
     return (
-        f"{steps} steps: {rollouts} ({questions} questions x {args.num_generations}),\n"
-        f"up to {args.max_completion_length} tokens, {updates:g} updates each ({args.objective})"
+        f"{steps} steps: {rollouts} (questions x answers: {questions} x {args.num_generations}),\n"
+        f"up to {args.max_completion_length} tokens, updates for each: {updates:g} ({args.objective})"
     )
