@@ -109,7 +109,7 @@ def test_a_trainer_prints_what_a_run_will_do(small_context, tmp_path, capsys):
 # 16 x 8 = 128 answers to 128 / 8 = 16 questions; 8 / 4 = 2 updates; 4 / 2 = 2 rollouts
 PLAN = """\
 4 steps: 2 INT8 rollouts of 128 answers (questions x answers: 16 x 8),
-up to 16 tokens, updates for each: 2 (acr)
+up to 16 tokens, updates each: 2 (acr)
 """
 
 

@@ -163,5 +163,5 @@ def _plan(args: Any, steps: int) -> str:
     rollouts = f"{math.ceil(steps / updates)} {name} rollouts of {answers} answers"
     return (
         f"{steps} steps: {rollouts} (questions x answers: {questions} x {args.num_generations}),\n"
-        f"up to {args.max_completion_length} tokens, updates for each: {updates:g} ({args.objective})"
+        f"up to {args.max_completion_length} tokens, updates each: {updates:g} ({args.objective})"
     )
