@@ -237,9 +237,14 @@ def no_engine(monkeypatch):
 
 
 @pytest.mark.usefixtures("no_engine")
-def test_the_reward_that_decides_is_one_of_the_run(tmp_path):
+def test_the_reward_that_decides_is_one_of_the_run(tmp_path, monkeypatch):
     args = settings_of(QuRLGRPOTrainer, tmp_path, dynamic_sampling_reward="accuracy")
-    with pytest.raises(ValueError, match="'accuracy', but must be one of 'len_reward', 'reward'"):
+    message = "'accuracy', but must be one of 'len_reward', 'reward'"
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match=message):
+        patch.setattr(
+            "trl_qurl.rollout.backend.QuantizedVLLMGeneration._init_vllm",
+            lambda self: pytest.fail("an engine was started first"),
+        )
         build(QuRLGRPOTrainer, tmp_path, function=[len_reward, reward], args=args)
     args = settings_of(QuRLGRPOTrainer, tmp_path, dynamic_sampling_reward="reward")
     trainer = build(QuRLGRPOTrainer, tmp_path, function=[len_reward, reward], args=args)

@@ -31,7 +31,6 @@ from trl_qurl import QuRLGRPOTrainer, QuRLPPOTrainer
 from trl_qurl.config.checks.conflicts import CLIPPED_LOSS_TYPES
 from trl_qurl.objective import OBJECTIVES
 from trl_qurl.rollout import sync
-from trl_qurl.rollout.engine.randomness import EngineNoise
 from trl_qurl.rollout.errors import SyncError
 from trl_qurl.rollout.mismatch import mismatch_metrics, mismatch_sums
 from trl_qurl.trainers.callbacks import RolloutCallback
@@ -529,10 +528,10 @@ def test_vllm_makes_no_text_unless_it_must_or_is_asked(trainer, monkeypatch):
         return outputs
 
     monkeypatch.setattr(generation.llm, "generate", watched)
+    monkeypatch.setattr(generation, "temperature", 0.0)
 
     def completions(**given):
         monkeypatch.setattr(generation, "generation_kwargs", given)
-        monkeypatch.setattr(generation, "_noise", EngineNoise(0, 0))  # the same each time
         result = generation.generate([[5, 6]] * 4, None, 4)
         return result.completion_ids, result.logprobs
 

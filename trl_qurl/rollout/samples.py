@@ -71,7 +71,7 @@ def read_lists(completions: Completions, listed: int) -> list[Listing]:
         strict=True,
     )
     for sampled, logp_lists, id_lists in rows:
-        width = min(listed, *map(len, id_lists)) if id_lists else 0
+        width = min([listed, *map(len, id_lists)])
         logps: list[float] = []
         ids: list[int] = []
         for token, of_logps, of_ids in zip(sampled, logp_lists, id_lists, strict=True):

@@ -269,13 +269,11 @@ class QuantizedEngineMixin(TRLTrainer):
         self._save_rest(Path(output_dir))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None:
-            super()._load_optimizer_and_scheduler(checkpoint)
-            return
         with reading(checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
-            check_resumed(self, Path(checkpoint))
-            self._load_rest(Path(checkpoint))
+            if checkpoint is not None:
+                check_resumed(self, Path(checkpoint))
+                self._load_rest(Path(checkpoint))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         checkpoint = Path(resume_from_checkpoint)

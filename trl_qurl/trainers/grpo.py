@@ -17,7 +17,6 @@ from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 
 from trl_qurl.advantages import weighted_sum
-from trl_qurl.config.checks.values import check_choice
 from trl_qurl.config.grpo import QuRLGRPOConfig
 from trl_qurl.rollout.results import Generated
 from trl_qurl.rollout.substitution import substitute
@@ -72,7 +71,6 @@ class QuRLGRPOTrainer(GroupRolloutsMixin, GRPOTrainer):
     def _judge_of_groups(self) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return what makes the reward that decides from all, (N, functions) to (N,)."""
         if self.args.dynamic_sampling_reward is not None:
-            check_choice(self.args, "dynamic_sampling_reward", self.reward_func_names)
             index = self.reward_func_names.index(self.args.dynamic_sampling_reward)
             return functools.partial(torch.select, dim=1, index=index)
         trainer = weakref.proxy(self)  # a callback may replace the weights

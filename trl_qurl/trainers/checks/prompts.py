@@ -13,6 +13,7 @@ from accelerate.logging import get_logger
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments
 
+from trl_qurl.config.checks.values import check_choice
 from trl_qurl.rollout.checks.prompts import check_room, check_tokens
 from trl_qurl.trainers.callbacks import RolloutCallback
 from trl_qurl.trainers.checks.arguments import check_arguments
@@ -44,6 +45,8 @@ class DataCheck(RolloutCallback):
         """Measure the prompts; raise for one that a colocated engine has no room for."""
         self._longest = measure_prompts(self.trainer)
         args = self.trainer.args
+        if vars(args).get("dynamic_sampling_reward"):
+            check_choice(args, "dynamic_sampling_reward", self.trainer.reward_func_names)
         if args.vllm_mode == "colocate" and args.vllm_max_model_length:
             self._check_room(args.vllm_max_model_length)
 

@@ -87,7 +87,7 @@ def is_complete(checkpoint: Path) -> bool:
 
 
 @contextmanager
-def reading(checkpoint: Path | str) -> Iterator[None]:
+def reading(checkpoint: object) -> Iterator[None]:
     """Name the checkpoint in errors of libraries about its files, which may be damaged."""
     try:
         yield
