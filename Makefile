@@ -17,7 +17,7 @@ TORCH_CPU ?= --torch-backend cpu
 PYTEST = $(if $(filter laptop,$(CPU)),PYTHONPATH=tests/laptop) $(BIN)/pytest -n $(WORKERS) --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-ppo demo-rloo docs docs-serve test baselines test-fast test-all test-deepspeed test-versions simulated lint format size lock check-extras clean
+.PHONY: help setup demo demo-ppo demo-rloo docs docs-serve test baselines test-fast test-all test-deepspeed test-random test-versions simulated lint format size lock check-extras clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -60,6 +60,10 @@ test-all: setup ## run every test, including the slow ones
 test-deepspeed: setup ## run the tests of ZeRO; installs DeepSpeed, which the lock file for CPUs lacks
 	$(BIN)/pip install --quiet deepspeed==0.19.8
 	$(PYTEST) tests/test_processes.py -k zero3 $(PYTEST_ARGS)
+
+test-random: setup ## the same as test, in an order that is drawn anew; installs pytest-randomly
+	$(BIN)/pip install --quiet pytest-randomly==4.0.1
+	$(PYTEST) -m "not slow" $(PYTEST_ARGS); status=$$?; $(BIN)/pip uninstall --quiet --yes pytest-randomly; exit $$status
 
 baselines: setup ## measure what must not get worse, and compare it with the stored figures; MODEL=DIRECTORY adds a real model
 	$(BIN)/python benchmarks/baselines.py $(if $(MODEL),--model $(MODEL))

@@ -66,6 +66,9 @@ LONGEST_FIRST = (
 )
 """Groups of tests that take long. Workers take them first, in this order."""
 
+KNOWN_SKIPS = Path(__file__).parent / "known_skips.txt"
+"""Reasons for which CI may skip a test, one a line."""
+
 TESTS_PER_MINUTE = 450
 """Of `make test` with two cores, whose tests with engines take most of the time."""
 
@@ -156,6 +159,23 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         shutil.rmtree(os.environ.pop(SHARED_DIRECTORY), ignore_errors=True)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Where `KNOWN_SKIPS_ONLY` is set, a test that is skipped for another reason is a failure."""
+    if "KNOWN_SKIPS_ONLY" not in os.environ or hasattr(session.config, "workerinput"):
+        return
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    skipped = {
+        report.longrepr[2].removeprefix("Skipped: ") for report in reporter.stats.get("skipped", [])
+    }
+    unknown = skipped - set(KNOWN_SKIPS.read_text().splitlines())
+    if unknown:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        reporter.write_line(
+            f"\nA skip for a reason that {KNOWN_SKIPS.name} does not list: {'; '.join(sorted(unknown))}"
+        )
 
 
 @pytest.hookimpl(trylast=True)
