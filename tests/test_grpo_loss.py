@@ -578,11 +578,11 @@ def test_weights_that_no_sync_has_sent_are_sent_before_tokens_are_sampled(traine
     generation = trainer.vllm_generation
     versions = [generation.sync.version]
     monkeypatch.setattr(generation, "sync_weights", lambda: None)
-    for change in (0.0, 1e-3):
+    for change in (0.0, 1e-3, 1e-3):  # uncounted by torch, as of a fused optimizer
         trainer.model.model.norm.weight.data += change
         rollout_of(trainer)
         versions.append(generation.sync.version)
-    assert versions[0] == versions[1] != versions[2]
+    assert versions[0] == versions[1] and len({*versions}) == 3
 
 
 def test_the_weights_are_read_once_per_rollout(trainer, monkeypatch):
@@ -648,7 +648,7 @@ def rollout(reward=0.0, alike=1.0, cut=0.0, std=0.4):
         (rollout(reward=1.0), "earned the same reward, 1 on average"),
         (rollout(reward=-1.0), "earned the same reward, -1 on average"),
         (rollout(reward=1.0, cut=0.6), "earned the same reward, 1 on average"),
-        (rollout(reward=math.nan, alike=0.0, cut=0.6), "no reward function returned a number"),
+        (rollout(reward=math.nan, alike=0.0, cut=0.6), "function returned a finite number"),
         (rollout(cut=0.6), "60% of the answers were cut off"),
         (rollout(), r"no answer earned a reward.*log_completions=True"),
         (rollout(cut=1.0, alike=0.0), "100% of the answers were cut off"),

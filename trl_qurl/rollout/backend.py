@@ -213,7 +213,9 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         TRL syncs once a step. Weights that have changed since then are sent first, and so are those
         of a sync that a subclass or a callback has left out.
         """
-        if not self.sync.is_current():
+        # Asked again after a sync, because the first answer after one trusts torch's counters,
+        # which a fused optimizer leaves as they are.
+        while not self.sync.is_current():
             QuantizedVLLMGeneration.sync_weights(self)
         return self.generate_from_sent(*args, **kwargs)
 

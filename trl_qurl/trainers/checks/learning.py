@@ -135,7 +135,7 @@ def reason_alike(trainer: Any, metrics: Mapping[str, float]) -> str:
     reward = metrics["reward"]
     limit = trainer.max_completion_length
     if math.isnan(reward):
-        return "no reward function returned a number"
+        return "no reward function returned a finite number"
     if cut == 1 or (cut > 0.5 and reward <= 0):
         return f"{cut:.0%} of the answers were cut off at max_completion_length={limit}, raise it"
     if reward != 0:
