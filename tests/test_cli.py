@@ -77,7 +77,8 @@ def test_names_that_are_checked_before_imports_are_those_of_the_configurations(c
         ("quantize model out more --scheme int8", "quantize: error: unrecognized arguments: more"),
         ("quantize model out --scheme none", "--scheme is 'none'"),
         ("grpo --modle m", "modle, did you mean model?"),
-        ("grpo --model m q.jsonl", "Unknown option or setting: q.jsonl"),
+        ("grpo --model m q.jsonl", "Unknown option or setting (--help-all lists them): q.jsonl"),
+        ("grpo --batch_size 4", "batch_size (other trainers): `per_device_train_batch_size`"),
         ("grpo --learning-rte=1e-6", "learning_rte, did you mean learning_rate?"),
         ("grpo --warmup_ratio .1 --no_cuda", "a share of all steps); no_cuda (transformers < 5.0)"),
         ("grpo --config old.yaml", "max_prompt_length (TRL < 0.28): filter long prompts out"),
@@ -197,6 +198,7 @@ def test_the_help_of_training_shows_essential_options(capsys, command, config, p
     assert advised < {*listed}, "what README says to change"
     assert f"trl-qurl {command} --model " in shown, "an example"
     assert "qurl-gsm8k" in shown, "a default of the command"
+    assert not re.search(r"default:\s+None", shown), "which says nothing"
     assert "trl-qurl serve" in shown, "not vLLM's server"
     with pytest.raises(SystemExit):
         cli.main([command, "--help-all"])

@@ -15,7 +15,7 @@ import yaml
 from documents import ROOT
 from support.configs import PLAIN, SEVERAL_UPDATES, config, limited, refusal
 from transformers import HfArgumentParser
-from trl import GRPOConfig, TrlParser
+from trl import GRPOConfig, ModelConfig, TrlParser
 from trl.experimental.gmpo import GMPOConfig
 
 from trl_qurl import QuRLGRPOConfig, QuRLPPOConfig, QuRLRLOOConfig
@@ -162,7 +162,8 @@ def test_unknown_names_are_refused_all_at_once_each_with_its_remedy(kind):
 
 
 def test_remedies_name_settings_that_exist():
-    known = {field.name for kind in (QuRLPPOConfig, QuRLRLOOConfig) for field in fields(kind)}
+    kinds = (QuRLPPOConfig, QuRLRLOOConfig, ModelConfig)
+    known = {field.name for kind in kinds for field in fields(kind)}
     for row in OLD_NAMES.read_text().splitlines():
         for code in re.findall("`(.+?)`", row):
             name = code.partition("=")[0]

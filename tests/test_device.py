@@ -59,7 +59,7 @@ def test_without_a_launcher_one_of_several_gpus_is_visible(variables, chosen, mo
     assert cli.main(["grpo"]) == 2
     assert os.environ["CUDA_VISIBLE_DEVICES"] == chosen
     is_said = "LOCAL_RANK" not in variables
-    assert (f"Using GPU {chosen} of 2" in capsys.readouterr().err) == is_said
+    assert (f"Using GPU {chosen}, one of 2" in capsys.readouterr().err) == is_said
 
 
 FAULTS = """

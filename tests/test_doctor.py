@@ -102,6 +102,18 @@ def test_without_vllm(monkeypatch, capsys):
     assert printed.splitlines()[-1] == "FAILED: vllm."
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="only vLLM's CPU build needs libnuma")
+def test_kernels_that_cannot_be_loaded(tmp_path):
+    (tmp_path / "libnuma.so.1").touch()  # found first, and too short
+    done = doctor("--json", "--scheme", "int8", LD_LIBRARY_PATH=str(tmp_path))
+    found = lines_of(done)
+    assert done.returncode == 1
+    assert found["formats"]["status"] == "FAILED"
+    assert "libnuma.so.1: file too short" in found["formats"]["text"]
+    assert "apt-get install libnuma1" in found["formats"]["advice"]
+    assert found["train-int8"]["status"] == "skipped"
+
+
 @pytest.mark.parametrize("version", ["0.14.0", "0.19.0"])
 def test_a_version_of_compressed_tensors(version, tmp_path, monkeypatch):
     metadata = tmp_path / f"compressed_tensors-{version}.dist-info" / "METADATA"

@@ -32,7 +32,7 @@ SECTIONS = (
 
 NEITHER = {
     "module … has no attribute": "Python's own words",
-    "Unknown option or setting": "ends with the most similar name",
+    "Unknown option or setting (": "names the option that lists them",
     "…() got unexpected keyword arguments": "a line for each, with what replaces it",
     "….__init__() …": "Python's own words, after the name of the class",
     "It ended with status …": "bench says which format was not measured; the log follows",

@@ -32,7 +32,7 @@ def tracked_texts(root: Path) -> list[Path]:
 
 
 def other_owners(files: Iterable[Path], owner: str) -> list[str]:
-    """Return where a file names another account in the repository's address, or `OWNER`."""
+    """Return where a file names another account in the repository's address, or OWNER."""
     places = []
     for path in files:
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):

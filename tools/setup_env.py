@@ -109,9 +109,8 @@ def main() -> None:
 def check_platform() -> None:
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         fail(
-            f"the lock files are for Linux on x86_64, and this is {platform.system()} on "
-            f"{platform.machine()}. Install without them, into your own environment: pip install "
-            "-e '.[vllm]'"
+            f"trl-qurl needs Linux on x86_64, and this is {platform.system()} on "
+            f"{platform.machine()}. Use such a machine, Colab, or WSL 2 on Windows"
         )
     if not OLDEST_PYTHON <= sys.version_info[:2] <= NEWEST_PYTHON:
         fail(

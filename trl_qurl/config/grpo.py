@@ -23,11 +23,11 @@ class QuRLGRPOConfig(QuantizedRolloutsConfig, GRPOConfig):
     > Objective
 
     Args:
-        objective: `acr` (QuRL, Eq. 9), `tis` (FlashRL, Eq. 5), `decoupled` (Eq. 4),
+        objective: `acr` (QuRL, Eq. 9; the default), `tis` (FlashRL, Eq. 5), `decoupled` (Eq. 4),
             `quantized_ratio` (Eq. 3), `naive` (Eq. 1) or `trl`, TRL's own loss and correction,
-            which TRL's `vllm_importance_sampling_*` set. Defaults to `acr`, to `tis` with a loss
-            that `acr` does not support (GSPO, CISPO, ...), and to `trl` if these
-            change TRL's correction or turn it off.
+            which TRL's `vllm_importance_sampling_*` set. The default is `tis` with a loss that
+            `acr` does not support (GSPO, CISPO, ...), and `trl` if these change TRL's correction
+            or turn it off.
 
     > Dynamic sampling
 

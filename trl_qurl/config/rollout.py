@@ -40,10 +40,10 @@ class QuantizedRolloutsConfig:
         uaq_scale: Scale s of update-aware quantization (Sec. 4.3), applied to the policy's weights
             once, before training. 1.0 is off; 1.5 is the best value of Table 4, at a learning rate
             of 1e-6.
-        smooth_activations: Whether to shrink large activations before the engine rounds them, and
-            enlarge the columns that read them, as SmoothQuant does. On by default if the format is
-            INT8, the model's architecture is supported, and whole weights are sent. The policy's
-            own weights do not change.
+        smooth_activations: Whether to shrink large activations before the engine rounds them, as
+            SmoothQuant does; on by default if the format is INT8, the model's architecture is
+            supported, and whole weights are sent. The columns that read them are enlarged; the
+            policy's own weights do not change.
 
     > Weight sync
 

@@ -71,6 +71,7 @@ def use_one_gpu() -> None:
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     os.environ["CUDA_VISIBLE_DEVICES"] = chosen
     print(
-        f"Using GPU {chosen} of {count} (CUDA_VISIBLE_DEVICES). For more: docs/eight-gpus.md",
+        f"Using GPU {chosen}, one of {count} (CUDA_VISIBLE_DEVICES chooses another). To train on "
+        "several: docs/scaling.md",
         file=sys.stderr,
     )

@@ -138,13 +138,12 @@ def examine(formats: Sequence[str], quick: bool) -> Iterator[Line]:
             failed.append(line.name)
         yield line
     devices = check_in_child("torch", "device", IMPORT_SECONDS)
-    if devices[0].status is Status.FAILED:
-        failed.append("torch")
+    failed += [line.name for line in devices if line.status is Status.FAILED]
     yield from devices
     gpus = devices[0].data.get("gpus", 0)
     for trial in list_trials(formats or devices[-1].data.get("formats", ["int8"])[:1], gpus):
         reason = ""
-        obstacles = [name for name in failed if name in ("vllm", "torch", trial.needs)]
+        obstacles = [name for name in failed if name in ("vllm", "torch", "formats", trial.needs)]
         if obstacles:
             reason = f"depends on the line {obstacles[0]}, which failed"
         elif quick:

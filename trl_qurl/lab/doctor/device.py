@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import logging
 import shutil
+from logging.handlers import BufferingHandler
 
 import torch
 
@@ -113,6 +116,13 @@ def describe_cpu(built: str) -> Line:
 
 def check_formats() -> Line:
     """List the formats with vLLM kernels on this machine, and what the others need."""
+    fault = load_kernels()
+    if fault:
+        advice = (
+            "If it names a library that is missing, install that (libnuma: `apt-get install "
+            "libnuma1`); otherwise install vLLM and torch together (docs/installation.md)."
+        )
+        return Line("formats", f"vLLM cannot load its kernels: {fault}", Status.FAILED, advice)
     here = [*candidates(None), UNQUANTIZED]
     text = f"vLLM has kernels for {', '.join(here)} (16 bits) here"
     others = []
@@ -123,3 +133,20 @@ def check_formats() -> Line:
     if others:
         text += f". Lowest compute capability for the others: {', '.join(others)}"
     return Line("formats", text, data={"formats": here})
+
+
+def load_kernels() -> str:
+    """Load vLLM's compiled kernels, and return what vLLM says if it cannot.
+
+    It only logs that, and fails when an engine calls the first one.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        return ""  # the line `vllm` says so
+    from vllm.platforms import current_platform
+
+    log = BufferingHandler(capacity=100)
+    logger = logging.getLogger("vllm.platforms")
+    logger.setLevel(logging.WARNING)
+    logger.addHandler(log)
+    current_platform.import_kernels()
+    return "; ".join(record.getMessage() for record in log.buffer)

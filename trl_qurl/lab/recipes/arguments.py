@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -190,6 +191,10 @@ def parse(command: str, argv: Sequence[str]) -> tuple[ScriptArguments, Any, Mode
                 action.help = argparse.SUPPRESS
             return action
 
+        def format_help(self) -> str:
+            """Leave out defaults that say nothing."""
+            return re.sub(r"\s+\(default:\s+(None|\[\]|{})\)", "", super().format_help())
+
     parser = Parser(
         [ModelConfig, script, config],
         prog=f"trl-qurl {command}",
@@ -238,7 +243,8 @@ def plain_name(word: str) -> str:
 def unknown_names(unknown: Sequence[str], names: Iterable[str]) -> ValueError:
     """Return the error for options and settings that do not exist; it suggests others."""
     words = [plain_name(word) if word.startswith("--") else word for word in unknown]
-    return ValueError(f"Unknown option or setting: {explain(words, ['model', *names])}")
+    explained = explain(words, ["model", *names])
+    return ValueError(f"Unknown option or setting (--help-all lists them): {explained}")
 
 
 def recipes() -> dict[str, Path]:
@@ -279,11 +285,10 @@ def _read_settings(name: str) -> dict[str, Any]:
             f"or variant: {', '.join(recipes())}."
         )
     try:
-        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+        with path.open(encoding="utf-8") as file:
+            settings = yaml.safe_load(file)
     except yaml.YAMLError as error:
-        raise ValueError(
-            f"The settings file {path} is not valid YAML: {error}. Correct it."
-        ) from error
+        raise ValueError(f"The settings file is not valid YAML: {error}. Correct it.") from error
     if not isinstance(settings, dict):
         raise ValueError(
             f"The settings file {path} has no settings: write lines of the form `NAME: value`."

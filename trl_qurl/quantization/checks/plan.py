@@ -88,7 +88,7 @@ def check_storable(schemes: Mapping[str, QuantizationScheme], layers: Mapping[st
         raise ValueError(
             f"{schemes[first].name} cannot quantize {count}, first {first}: {reason}. Choose "
             f"another format, or add {', '.join(map(repr, patterns))} to quantization_ignore "
-            "(`--ignore` on the command line) to keep them in full precision."
+            "(`--ignore` of commands that do not train) to keep them in full precision."
         )
 
 

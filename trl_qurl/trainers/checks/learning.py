@@ -141,9 +141,9 @@ def reason_alike(trainer: Any, metrics: Mapping[str, float]) -> str:
     if reward != 0:
         return (
             f"all answers to a question earned the same reward, {reward:.3g} on average, choose "
-            "harder questions"
+            "questions that the policy solves sometimes"
         )
     return (
-        "no answer earned a reward, read some (log_completions=True); accuracy_reward wants a "
-        r"\boxed{}"
+        "no answer earned a reward, read some (log_completions=True); for accuracy_reward, they "
+        r"need a \boxed{}"
     )
