@@ -52,6 +52,8 @@ LINK = re.compile(r"\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)")  # or an image
 BADGE = re.compile(r"\[!\[[^\]]*\]\(https:[^)]*\)\]\([^)]*\)")  # an image from elsewhere
 CELL = re.compile(r"<t[dh]\b.*?</t[dh]>", re.DOTALL)
 CODE = re.compile(r"<code>(?P<text>[^<>]*)</code>")
+INLINE = re.compile(r"<code>[^<>\n]*--.*?</code>")
+OPTION = re.compile(r"(?<![\w-])--\w")  # a browser may break the line after the dashes
 LOADED = re.compile(
     r"<(?:script|img|iframe|source)[^>]* src=\"(?!data:)(?:https?:)?//[^\"]+\""
     r"|<link[^>]* rel=\"(?:stylesheet|icon|preconnect|preload)\"[^>]*//[^>]*>"
@@ -157,14 +159,15 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 def on_page_content(page_html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Show a default factory as its value (`['lm_head']` for `(lambda: ['lm_head'])()`).
 
-    Also mark where long names in tables may break on a narrow screen, and let a picture open in its
-    own size.
+    Also mark where long names in tables may break on a narrow screen, keep the dashes of an option
+    with its name, and let a picture open in its own size.
     """
     page_html = re.sub(r"\(lambda: ([^()]*)\)\(\)", r"\1", page_html)
     page_html = re.sub(
         r'<img [^>]*src="(?!data:)([^"]+)"[^>]*>', r'<a href="\1">\g<0></a>', page_html
     )
-    return CELL.sub(lambda cell: CODE.sub(_breakable, cell[0]), page_html)
+    page_html = CELL.sub(lambda cell: CODE.sub(_breakable, cell[0]), page_html)
+    return INLINE.sub(_with_whole_options, page_html)
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
@@ -178,6 +181,10 @@ def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
 def _breakable(code: re.Match[str]) -> str:
     text = re.sub(r"([/_.=])(?=[A-Za-z])", r"\1<wbr>", code["text"])
     return f"<code>{text}</code>"
+
+
+def _with_whole_options(code: re.Match[str]) -> str:
+    return OPTION.sub(r'<span class="option">\g<0></span>', code[0])
 
 
 def _converted(link: re.Match[str], source: str, uri: str, repo_url: str | None) -> str:
