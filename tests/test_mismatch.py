@@ -15,7 +15,7 @@ from benchmarks.large_keys import as_qwen2, enlarge_keys
 from trl_qurl import cli
 from trl_qurl.lab.evaluation.scores import Estimate
 from trl_qurl.lab.evaluation.tasks import encode_prompt
-from trl_qurl.lab.mismatch.engines import Answer, score
+from trl_qurl.lab.mismatch.engines import Answer, score, simulate
 from trl_qurl.lab.mismatch.finer import choose_finer, within_kl
 from trl_qurl.lab.mismatch.prompts import BUILT_IN, load_prompts
 from trl_qurl.lab.mismatch.report import Choice, Report, Step
@@ -284,6 +284,11 @@ def test_caches_that_a_cpu_lacks_are_simulated(tmp_path, monkeypatch, capsys):
     assert list(found) == ["fp8", "fp8_per_token_head, simulated", "int8_per_token_head, simulated"]
     eight, whole = (found[f"{name}, simulated"]["kl_k3"]["value"] for name in caches[1:])
     assert 0 < 10 * eight < whole, found
+    answers = [Answer([*range(5, 13)], [*range(20, 60)], [0.0] * 40)]
+    cut_off, scaled = (
+        measure(list(simulate(model.eval(), answers, cache))).kl_k3.value for cache in caches[:2]
+    )
+    assert 0 < 10 * scaled < cut_off, "FP8 with scales of 1 loses what is above 448"
     assert "Cache int8_per_token_head, simulated: " in printed and "8 tokens on average" in printed
 
 
@@ -348,7 +353,7 @@ def measured(warm_python, tmp_path_factory):
     (directory / "questions.txt").write_text("ab\ncde\nf g\nh1\ni22\njj\nk\nlm\n")
     command = (
         "-m trl_qurl mismatch model --scheme int8 --questions questions.txt --samples 8 "
-        f"--max-tokens 32 --no-smooth --kl {BUDGET} -o new/out.json"
+        f"--max-tokens 32 --no-smooth --kl {BUDGET} --kv fp8 -o new/out.json"
     )
     cache = directory / "cache"
     variables = {"TRL_QURL_CACHE": str(cache), "COLUMNS": "80", "PYTHONPATH": str(ROOT)}
@@ -369,6 +374,18 @@ def test_the_command_says_what_rounding_does(measured):
     exact, plain, finer = (found["kl_k3"] for found in written["formats"].values())
     assert exact["high"] < finer["low"], "rounding is more than kernels do"
     assert finer["value"] <= BUDGET < plain["low"], "an engine with the layers is within the budget"
+
+
+@pytest.mark.vllm
+@pytest.mark.xdist_group("mismatch")
+@needs_vnni
+def test_a_cache_that_the_engine_has_is_measured_with_it(measured):
+    _, printed, written = measured
+    cache = written["caches"]["fp8"]["kl_k3"]
+    weights = min(written["formats"][name]["kl_k3"]["value"] for name in ("int8", "int8, 2 finer"))
+    assert written["formats"]["none"]["kl_k3"]["high"] < cache["low"], "a cache of 16 bits"
+    advice = "leave kv_cache_dtype out" if cache["value"] > weights else "fine beside the weights"
+    assert f"Cache fp8: {advice}" in " ".join(printed.split())
 
 
 @pytest.mark.vllm
