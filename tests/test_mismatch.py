@@ -11,16 +11,19 @@ from conftest import completed, needs_avx512, needs_vnni
 from documents import ROOT
 from tiny import save_tiny, tiny_model, tiny_tokenizer, with_outliers
 
+from benchmarks.large_keys import as_qwen2, enlarge_keys
 from trl_qurl import cli
 from trl_qurl.lab.evaluation.scores import Estimate
 from trl_qurl.lab.evaluation.tasks import encode_prompt
-from trl_qurl.lab.mismatch.engines import Answer, score
+from trl_qurl.lab.mismatch.engines import Answer, score, simulate
 from trl_qurl.lab.mismatch.finer import choose_finer, within_kl
 from trl_qurl.lab.mismatch.prompts import BUILT_IN, load_prompts
 from trl_qurl.lab.mismatch.report import Choice, Report, Step
+from trl_qurl.lab.mismatch.run import MEASURED_CACHES
 from trl_qurl.lab.mismatch.statistics import Scored, measure
 from trl_qurl.lab.mismatch.table import sentences
 from trl_qurl.lab.recipes.arguments import parse
+from trl_qurl.lab.rounded_cache import ROUNDINGS, rounded_cache
 
 BUDGET = 3e-5  # nats per token, between the tiny model's KL with its outliers and without
 
@@ -162,6 +165,17 @@ def test_a_list_that_misses_its_budget_is_not_passed_off_as_one_that_does(limit,
     assert ("--kl 0.0009" in sentences(report)[1]) == is_missed
 
 
+@pytest.mark.parametrize(("kl", "advice"), [(0.0031, "leave kv_cache_dtype out"), (0.003, "fine")])
+def test_a_cache_is_recommended_only_if_the_finest_weights_have_its_kl(kl, advice):
+    report = report_of(none=(0, 0.0001, 1), int8=(0, 0.003, 1), fp8=(0, 0.004, 1))
+    report.caches["fp8"] = mismatch_of(0, kl, 1)
+    report.settings["prompt_tokens"] = 2000.4
+    _, _, line, context, _ = sentences(report)
+    assert line.startswith(f"Cache fp8: {advice}")
+    assert line.endswith("that of INT8 weights, 0.003.")
+    assert "2000 tokens" in context
+
+
 # Where it comes from
 # -------------------------------------------------------------------------------------------------
 
@@ -220,6 +234,7 @@ def test_lists_grow_until_an_engine_is_within_the_budget(reached, kept, monkeypa
         (["--kl", "1e-3", "--scheme", "int8,fp8"], "int8, fp8"),
         (["--kl", "1e-3", "--scheme", '{"*": "int8"}'], '{"*": "int8"}'),
         (["--scheme", "none"], "--scheme is none"),
+        (["--kv", "fp8,int4"], "--kv is 'int4'"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_at_once(
@@ -232,6 +247,78 @@ def test_what_cannot_be_measured_is_refused_at_once(
     assert named in capsys.readouterr().err
 
 
+def without_engines(monkeypatch):
+    """Answers come from nowhere; what was asked of each engine is returned."""
+    asked = []
+
+    def answer(engine, prompts, failure):
+        formats, arguments, *_ = engine.args
+        asked.append((formats, len(prompts), arguments.get("kv_cache_dtype")))
+        return [Answer(prompt, [8, 9, 10], [-4.0, -5.0, -4.5]) for prompt in prompts]
+
+    monkeypatch.setattr("trl_qurl.lab.mismatch.engines.call_in_child", answer)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    return asked
+
+
+@needs_vnni
+def test_caches_that_a_cpu_lacks_are_simulated(tmp_path, monkeypatch, capsys):
+    """With keys hundreds wide in a few channels, one scale for all of a head is too coarse for
+    INT8; FP8 has finer codes for small keys.
+    """
+    model = tiny_model("qwen2", hidden_size=256, head_dim=64)
+    for layer in model.model.layers:  # attention of a random model is too even to be disturbed
+        for tensor in layer.self_attn.q_proj.parameters():
+            tensor.data *= 10
+    enlarge_keys(model)
+    save_tiny(tmp_path / "model", model=model)
+    (tmp_path / "questions.txt").write_text("abcdefgh\nijklmnop\nqrstuvwx\nyz012345\n")
+    asked = without_engines(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    command = "mismatch model --scheme int8 --questions questions.txt --max-tokens 4 --samples 1"
+    caches = ("fp8", "fp8_per_token_head", "int8_per_token_head")
+    assert cli.main([*command.split(), "--kv", ",".join(caches), "-o", "out.json"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert asked == [("none", 4, None), ("int8", 4, None), ("none", 4, "fp8")]
+    found = json.loads((tmp_path / "out.json").read_text())["caches"]
+    assert list(found) == ["fp8", "fp8_per_token_head, simulated", "int8_per_token_head, simulated"]
+    eight, whole = (found[f"{name}, simulated"]["kl_k3"]["value"] for name in caches[1:])
+    assert 0 < 10 * eight < whole, found
+    answers = [Answer([*range(5, 13)], [*range(20, 60)], [0.0] * 40)]
+    cut_off, scaled = (
+        measure(list(simulate(model.eval(), answers, cache))).kl_k3.value for cache in caches[:2]
+    )
+    assert 0 < 10 * scaled < cut_off, "FP8 with scales of 1 loses what is above 448"
+    assert "Cache int8_per_token_head, simulated: " in printed and "8 tokens on average" in printed
+
+
+def test_large_keys_cost_nothing_but_what_their_bias_adds():
+    llama = tiny_model("llama", head_dim=32).eval()
+    model = as_qwen2(llama).eval()
+    enlarge_keys(model)
+    ids = torch.arange(5, 25)[None]
+    for layer in model.model.layers:
+        assert layer.self_attn.k_proj.bias.max() == 600
+        torch.nn.init.zeros_(layer.self_attn.k_proj.bias)
+    torch.testing.assert_close(model(ids).logits, llama(ids).logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("cache", "step"), [("fp8", 32), ("int8_per_token_head", 448 / 127)])
+def test_how_a_cache_rounds(cache, step):
+    values = torch.tensor([[300.0, 448.0], [5.0, 1000.0]])
+    rounded = ROUNDINGS[cache](values)
+    assert (rounded[0] / step).tolist() == pytest.approx([round(300 / step), 448 / step])
+    assert rounded[1, 1] == (448 if cache == "fp8" else 1000)
+    assert set(ROUNDINGS) == set(MEASURED_CACHES)
+
+
+def test_a_cache_is_not_simulated_where_its_rounding_would_be_left_out():
+    model = tiny_model("llama")
+    model.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match="--kv fp8"), rounded_cache(model, "fp8"):
+        pass
+
+
 @needs_avx512
 def test_formats_that_do_not_fit_the_model_are_left_out_unless_they_were_named(
     tmp_path, monkeypatch, capsys
@@ -239,19 +326,12 @@ def test_formats_that_do_not_fit_the_model_are_left_out_unless_they_were_named(
     """SmolLM2-135M's width: 576 is no multiple of 128."""
     save_tiny(tmp_path / "model", family="llama", hidden_size=576, head_dim=64)
     (tmp_path / "questions.txt").write_text("ab\ncd\nef\ngh\n")
-    asked = []
-
-    def answer(engine, prompts, failure):
-        asked.append((engine.args[0], len(prompts)))
-        return [Answer(prompt, [8, 9, 10], [-4.0, -5.0, -4.5]) for prompt in prompts]
-
-    monkeypatch.setattr("trl_qurl.lab.mismatch.engines.call_in_child", answer)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    asked = without_engines(monkeypatch)
     monkeypatch.chdir(tmp_path)
     command = ["mismatch", "model", "--questions", "questions.txt", "--max-tokens", "4"]
     assert cli.main([*command, "--output", "out.json"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
-    assert asked == [("none", 16), ("int8", 16)]
+    assert asked == [("none", 16, None), ("int8", 16, None)]
     assert "compiling" not in printed
     assert "W4A16 is left out: w4a16 cannot quantize 10 of the 14 layers" in printed
     assert cli.main([*command, "--scheme", "int8,w4a16"]) == 2
@@ -261,7 +341,7 @@ def test_formats_that_do_not_fit_the_model_are_left_out_unless_they_were_named(
     command += ["--scheme", json.dumps(mixed), "--output", "mixed.json"]
     assert cli.main([*command, "--engine-kwargs", '{"enforce_eager": false}']) == 0
     assert "compiling" in capsys.readouterr().out
-    assert asked == [("none", 16), (mixed, 16)]
+    assert asked == [("none", 16, None), (mixed, 16, None)]
 
 
 @pytest.fixture(scope="module")
@@ -273,7 +353,7 @@ def measured(warm_python, tmp_path_factory):
     (directory / "questions.txt").write_text("ab\ncde\nf g\nh1\ni22\njj\nk\nlm\n")
     command = (
         "-m trl_qurl mismatch model --scheme int8 --questions questions.txt --samples 8 "
-        f"--max-tokens 32 --no-smooth --kl {BUDGET} -o new/out.json"
+        f"--max-tokens 32 --no-smooth --kl {BUDGET} --kv fp8 -o new/out.json"
     )
     cache = directory / "cache"
     variables = {"TRL_QURL_CACHE": str(cache), "COLUMNS": "80", "PYTHONPATH": str(ROOT)}
@@ -294,6 +374,18 @@ def test_the_command_says_what_rounding_does(measured):
     exact, plain, finer = (found["kl_k3"] for found in written["formats"].values())
     assert exact["high"] < finer["low"], "rounding is more than kernels do"
     assert finer["value"] <= BUDGET < plain["low"], "an engine with the layers is within the budget"
+
+
+@pytest.mark.vllm
+@pytest.mark.xdist_group("mismatch")
+@needs_vnni
+def test_a_cache_that_the_engine_has_is_measured_with_it(measured):
+    _, printed, written = measured
+    cache = written["caches"]["fp8"]["kl_k3"]
+    weights = min(written["formats"][name]["kl_k3"]["value"] for name in ("int8", "int8, 2 finer"))
+    assert written["formats"]["none"]["kl_k3"]["high"] < cache["low"], "a cache of 16 bits"
+    advice = "leave kv_cache_dtype out" if cache["value"] > weights else "fine beside the weights"
+    assert f"Cache fp8: {advice}" in " ".join(printed.split())
 
 
 @pytest.mark.vllm

@@ -3,6 +3,7 @@
 import copy
 import math
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from tiny import tiny_model
 
-from benchmarks.objectives import contrasts, study, summary
+from benchmarks.objectives import contrasts, exploration, study, summary
 from benchmarks.objectives.arms import EXPERIMENTS
 from benchmarks.objectives.centering import centering_term
 from benchmarks.objectives.coarse import CODE_BITS, add_coarse_schemes, round_activations
@@ -18,6 +19,7 @@ from benchmarks.objectives.in_flight import update_in_flight, versions_of
 from benchmarks.objectives.one_run import LORA, updates_of
 from benchmarks.objectives.recorder import BothPolicies
 from trl_qurl.lab.demo import evaluate, task, warm_start
+from trl_qurl.lab.runs import Run
 from trl_qurl.quantization.formats import SCHEMES, get_scheme
 from trl_qurl.rollout.results import Completions
 
@@ -132,6 +134,22 @@ def test_the_logs_leave_the_two_differences_that_the_page_names():
         ("quantized_ratio − naive", "int3"),
         ("quantized_ratio − naive", "int4"),
     ]
+
+
+def test_the_tables_of_exploration_are_those_of_the_page(capsys):
+    exploration.main([])
+    printed = capsys.readouterr().out
+    rows = [line for line in printed.splitlines() if line.startswith("|")]
+    page = (study.RESULTS.parents[1] / "study.md").read_text(encoding="utf-8")
+    assert len(rows) == 2 * 8 and [row for row in rows if row not in page] == []
+    assert "of 48 differences" in printed
+
+
+def test_a_window_of_rollouts_includes_both_its_ends():
+    rows = [{"step": step, "entropy": float(step)} for step in range(2, 101, 2)]
+    run = Run(Path(), {"updates_per_rollout": 2.0}, rows)  # rollout n has an entropy of 2 n
+    assert exploration.mean_over("entropy", (1, 20))(run) == 21.0
+    assert exploration.mean_over("entropy", (41, 60))(run) == 2 * 45.5  # it ends at rollout 50
 
 
 @pytest.mark.parametrize("objective", ["naive", "tis"])

@@ -31,7 +31,7 @@ def int8_per_token(inputs: torch.Tensor) -> torch.Tensor:
 def fp8_per_token(inputs: torch.Tensor) -> torch.Tensor:
     """Round to FP8 (E4M3) with one scale per token; see `int8_per_token`."""
     scale = _token_scale(inputs, LARGEST_FP8)
-    codes = _to_fp8(inputs.float() / scale)
+    codes = to_fp8(inputs.float() / scale)
     return (codes * scale).to(inputs.dtype)
 
 
@@ -40,7 +40,7 @@ def fp8_per_group(inputs: torch.Tensor, size: int = 128) -> torch.Tensor:
     groups = inputs.float().unflatten(-1, (-1, size))  # (..., groups, size)
     largest = groups.abs().amax(-1, keepdim=True).clamp(min=SMALLEST_GROUP_ABSMAX)
     scale = divide_exactly(largest, LARGEST_FP8)
-    codes = _to_fp8(groups / scale)
+    codes = to_fp8(groups / scale)
     return (codes * scale).flatten(-2).to(inputs.dtype)
 
 
@@ -59,8 +59,9 @@ def _token_scale(inputs: torch.Tensor, largest_code: float) -> torch.Tensor:
     return torch.where(scale == 0, 1.0, scale)
 
 
-def _to_fp8(quotient: torch.Tensor) -> torch.Tensor:
-    return quotient.clamp(-LARGEST_FP8, LARGEST_FP8).to(torch.float8_e4m3fn).float()
+def to_fp8(quotient: torch.Tensor) -> torch.Tensor:
+    """Round to FP8 (E4M3) without a scale, so that larger numbers become 448."""
+    return quotient.clamp(-LARGEST_FP8, LARGEST_FP8).to(torch.float8_e4m3fn).to(quotient.dtype)
 
 
 ACTIVATIONS = {

@@ -17,17 +17,15 @@ UNQUANTIZED = "none"
 EXAMPLE = '{"re:.*down_proj": "w8a16", "*": "int8"}'
 """Formats by pattern, for error messages and help."""
 
-FP8_CACHES = ("fp8", "fp8_e4m3")
-"""Values of vLLM's `kv_cache_dtype` for a key-value cache in E4M3. Its scales are always 1: scales
-fitted to keys and values would change with the weights, and vLLM computes none after a sync."""
-
 TOKEN_CACHES = ("int8_per_token_head", "fp8_per_token_head")
 """Caches with a scale per token and head, stored with the values.
 
 Only vLLM's Triton attention for GPUs has them."""
 
-CACHES = ("auto", "float16", "bfloat16", *FP8_CACHES, *TOKEN_CACHES)
-"""Values of `kv_cache_dtype` that stay right after a sync; `auto` is the dtype of the model."""
+CACHES = ("auto", "float16", "bfloat16", "fp8", *TOKEN_CACHES)
+"""Values of `kv_cache_dtype` that stay right after a sync; `auto` is the dtype of the model. The
+scales of `fp8`, which is E4M3, are always 1: scales fitted to keys and values would change with the
+weights, and vLLM computes none after a sync."""
 
 
 def register_scheme(scheme: QuantizationScheme) -> None:

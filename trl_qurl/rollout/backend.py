@@ -18,9 +18,8 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_qurl.quantization.checkpoint import CheckpointWriter
 from trl_qurl.quantization.checkpoint_form import plain_model
-from trl_qurl.quantization.checks.kv_cache import LARGE_KEYS, has_large_keys
+from trl_qurl.quantization.checks.kv_cache import COARSE_CACHES, LARGE_KEYS, has_large_keys
 from trl_qurl.quantization.checks.recurrent import check_recurrent_layers
-from trl_qurl.quantization.formats import FP8_CACHES
 from trl_qurl.quantization.merging import Tensors, model_parameters
 from trl_qurl.quantization.plan import format_name
 from trl_qurl.rollout.adapter import adapter_rank
@@ -105,7 +104,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         if is_peft_model(self.model) and route.is_merged:
             round_frozen_base(self.model, self.weights.grid)
         description: EngineDescription = self.group.from_main(lambda: engine.describe())
-        if description.kv_cache_dtype in FP8_CACHES and has_large_keys(self.model):
+        if description.kv_cache_dtype in COARSE_CACHES and has_large_keys(self.model):
             logger.warning(LARGE_KEYS.format(description.kv_cache_dtype))
         self.context = description.max_model_len
         self.runner = description.runner

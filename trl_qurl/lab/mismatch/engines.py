@@ -18,8 +18,10 @@ from trl_qurl.lab.evaluation.tasks import encode_prompts
 from trl_qurl.lab.mismatch.prompts import load_prompts
 from trl_qurl.lab.mismatch.statistics import Mismatch, Scored, measure
 from trl_qurl.lab.processes import call_in_child
+from trl_qurl.lab.rounded_cache import rounded_cache
 from trl_qurl.quantization.checkpoint import CheckpointWriter, load_model
 from trl_qurl.quantization.files import PrivateDirectory
+from trl_qurl.quantization.formats import TOKEN_CACHES
 from trl_qurl.quantization.merging import model_parameters
 from trl_qurl.quantization.plan import Formats, format_name, make_plan, schemes_of
 from trl_qurl.quantization.smoothing import can_smooth
@@ -64,6 +66,7 @@ class Engines:
         self._device = "cuda" if has_gpu else "cpu"
         dtype = getattr(torch, sixteen_bits) if has_gpu else torch.float32
         self.policy = policy.to(self._device, dtype).eval()
+        self._answers: list[Answer] = []  # of the engine in 16 bits
         self._arguments: dict[str, Any] = {
             "dtype": sixteen_bits,
             "max_model_len": self._length,
@@ -72,8 +75,12 @@ class Engines:
             **args.engine_kwargs,
         }
 
-    def measure(self, formats: Formats) -> Mismatch:
+    def measure(self, formats: Formats, cache: str | None = None) -> Mismatch:
         """Sample answers from an engine in these formats, `"none"` for 16 bits, and score them.
+
+        Args:
+            formats: Of the weights.
+            cache: Value of `kv_cache_dtype`, instead of that of the command's arguments.
 
         Raises `ChildProcessError` if the engine failed, after printing its last output lines to
         standard error.
@@ -88,11 +95,25 @@ class Engines:
         )
         with self._checkpoint(formats) as directory:
             arguments = {**self._arguments, "model": directory}
+            if cache is not None:
+                arguments["kv_cache_dtype"] = cache
             engine = partial(sample, formats, arguments, self._length, self._args.max_tokens)
             self.policy.to("cpu")  # an engine needs a GPU's memory
             answers = call_in_child(engine, prompts, failure)
             self.policy.to(self._device)
+        if formats == BASELINE and cache is None:
+            self._answers = answers
         return measure(list(score(self.policy, answers)))
+
+    def measure_cache(self, cache: str) -> Mismatch:
+        """Measure a format of the key-value cache beside weights in 16 bits.
+
+        Where the engine lacks it, it is simulated on the answers of 16 bits, measured before.
+        """
+        if not is_simulated(cache):
+            return self.measure(BASELINE, cache)
+        self.say(f"Simulating {cache} on the answers from {label(BASELINE)}")
+        return measure(list(simulate(self.policy, self._answers, cache)))
 
     def weights(self, formats: Formats) -> WeightStream:
         """Return the policy's weights as quantized, smoothed on the prompts as in training."""
@@ -150,6 +171,11 @@ def sample(
     return answers
 
 
+def is_simulated(cache: str) -> bool:
+    """Return whether the engine of this machine lacks a format of the key-value cache."""
+    return cache in TOKEN_CACHES and not torch.cuda.is_available()
+
+
 def score(model: PreTrainedModel, answers: Iterable[Answer]) -> Iterator[Scored]:
     """Score each answer with one forward pass over its prompt and its tokens.
 
@@ -157,14 +183,31 @@ def score(model: PreTrainedModel, answers: Iterable[Answer]) -> Iterator[Scored]
     being measured.
     """
     for answer in answers:
-        count = len(answer.tokens)
-        if count == 0:
+        if not answer.tokens:
             continue
-        tokens = torch.tensor([answer.prompt + answer.tokens], device=model.device)  # (1, P + T)
-        with torch.inference_mode():
-            output = model(input_ids=tokens, logits_to_keep=count + 1)
-            logits = output.logits[0, :-1].float()  # (T, V)
-        sampled = tokens[0, -count:, None]  # (T, 1)
-        logps = logits.log_softmax(-1).gather(-1, sampled).squeeze(-1)  # (T,)
+        logps = all_logps(model, answer)
+        sampled = torch.tensor(answer.tokens)[:, None]  # (T, 1)
         behavior_logps = torch.tensor(answer.logps, dtype=torch.float64)
-        yield Scored(tuple(answer.prompt), logps.double().cpu() - behavior_logps)
+        log_ratio = logps.gather(-1, sampled).squeeze(-1) - behavior_logps
+        yield Scored(tuple(answer.prompt), log_ratio)
+
+
+def simulate(model: PreTrainedModel, answers: Iterable[Answer], cache: str) -> Iterator[Scored]:
+    """Score a token that the model with a rounded cache samples at each position of the answers."""
+    generator = torch.Generator().manual_seed(0)
+    for answer in answers:
+        if not answer.tokens:
+            continue
+        with rounded_cache(model, cache):
+            behavior_logps = all_logps(model, answer)
+        log_ratios = all_logps(model, answer) - behavior_logps
+        sampled = torch.multinomial(behavior_logps.exp(), 1, generator=generator)  # (T, 1)
+        yield Scored(tuple(answer.prompt), log_ratios.gather(-1, sampled).squeeze(-1))
+
+
+def all_logps(model: PreTrainedModel, answer: Answer) -> torch.Tensor:
+    """Return the log-probabilities of all tokens at each of an answer, float64, (T, V)."""
+    tokens = torch.tensor([answer.prompt + answer.tokens], device=model.device)  # (1, P + T)
+    with torch.inference_mode():
+        output = model(input_ids=tokens, logits_to_keep=len(answer.tokens) + 1)
+    return output.logits[0, :-1].float().log_softmax(-1).double().cpu()

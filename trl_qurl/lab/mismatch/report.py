@@ -39,6 +39,8 @@ class Report:
     # by format, `"none"` for a 16-bit engine
     formats: dict[str, Mismatch] = field(default_factory=dict)
     choice: Choice | None = None
+    # by format of the key-value cache, with weights in 16 bits
+    caches: dict[str, Mismatch] = field(default_factory=dict)
 
     @property
     def by_kernels(self) -> float:

@@ -17,8 +17,11 @@ from trl_qurl.lab.comparison import (
     check_output,
     check_positive,
     fitting_formats,
+    split_schemes,
     write_json,
 )
+
+MEASURED_CACHES = ("fp8", "fp8_per_token_head", "int8_per_token_head")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,6 +53,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="choose finer formats for layers of int8 (--scheme): at most this KL",
     )
     parser.add_argument(
+        "--kv",
+        type=split_schemes,
+        default=[],
+        metavar="CACHE[,CACHE...]",
+        help=f"formats of the key-value cache to measure, of {', '.join(MEASURED_CACHES)}",
+    )
+    parser.add_argument(
         "--no-smooth",
         action="store_true",
         help="measure as with smooth_activations=False (default: INT8 is smoothed)",
@@ -65,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
     from transformers.utils.logging import disable_progress_bar
 
-    from trl_qurl.lab.mismatch.engines import Engines
+    from trl_qurl.lab.mismatch.engines import Engines, is_simulated
     from trl_qurl.lab.mismatch.finer import choose_finer
     from trl_qurl.lab.mismatch.report import Report
     from trl_qurl.lab.mismatch.table import build_layer_table, build_table, sentences
@@ -76,8 +86,13 @@ def run(args: argparse.Namespace) -> int:
     schemes = fitting_formats(engines.policy, args.scheme, args.ignore, console.print)
     names = ("questions", "limit", "samples", "max_tokens", "ignore")
     report = Report(args.model, {name: getattr(args, name) for name in names})
+    report.settings["prompt_tokens"] = sum(map(len, engines.prompts)) / len(engines.prompts)
     for name, formats in {BASELINE: BASELINE, **schemes}.items():
         report.formats[name] = engines.measure(formats)
+        write_json(report, args.output)
+    for cache in args.kv:
+        name = f"{cache}, simulated" if is_simulated(cache) else cache
+        report.caches[name] = engines.measure_cache(cache)
         write_json(report, args.output)
     if args.kl is not None:
         report.choice, mismatch = choose_finer(engines, args.scheme[0], report, args.kl)
@@ -102,6 +117,9 @@ def check_arguments(args: argparse.Namespace) -> None:
     check_model(args.model)
     check_output(args.output)
     check_positive(args, "limit", "samples", "max_tokens")
+    for cache in args.kv:
+        if cache not in MEASURED_CACHES:
+            raise ValueError(f"--kv is {cache!r}: use {', '.join(MEASURED_CACHES)}.")
     if args.kl is None:
         candidates(args.scheme)
         return

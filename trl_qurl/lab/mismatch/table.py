@@ -34,11 +34,12 @@ def build_table(report: Report) -> Table:
         "tokens."
     )
     table = new_table(title, caption, ["format"], ("KL", "kernels", "ρ 0.1-99.9 %", "ρ > C", "ESS"))
-    for name, mismatch in report.formats.items():
+    caches = {f"cache, {name}": mismatch for name, mismatch in report.caches.items()}
+    for name, mismatch in {**report.formats, **caches}.items():
         low, *_, high = mismatch.ratio_quantiles.values()
         kl = mismatch.kl_k3
         share = "-"
-        if name != BASELINE and kl.value > 0:
+        if name not in (BASELINE, *caches) and kl.value > 0:
             share = f"{min(1.0, report.by_kernels / kl.value):.0%}"
         table.add_row(
             label(name),
@@ -83,6 +84,12 @@ def sentences(report: Report) -> list[str]:
         for name, mismatch in report.formats.items()
         if name != BASELINE
     ]
+    lines += [cache_verdict(report, cache) for cache in report.caches]
+    if report.caches:
+        lines.append(
+            f"The prompts have {report.settings['prompt_tokens']:.0f} tokens on average. Errors of "
+            "a cache grow with the context: ask with prompts as long as your answers become."
+        )
     choice = report.choice
     if choice is not None:
         kl = report.formats[choice.name].kl_k3.value
@@ -114,6 +121,19 @@ def verdict(mismatch: Mismatch) -> str:
         f"keep the correction (objective='acr' or 'tis'): {kl} is no reason to change the format. "
         "Watch mismatch/kl_k3."
     )
+
+
+def cache_verdict(report: Report, cache: str) -> str:
+    """Recommend a cache if its KL is not above that of the weights (docs/mismatch.md)."""
+    kls = {
+        name: mismatch.kl_k3.value for name, mismatch in report.formats.items() if name != BASELINE
+    }
+    finest = min(kls, key=kls.__getitem__)
+    kl = report.caches[cache].kl_k3.value
+    figures = f"that of {label(finest)} weights, {kls[finest]:.2g}"
+    if kl > kls[finest]:
+        return f"Cache {cache}: leave kv_cache_dtype out: its KL of {kl:.2g} is above {figures}."
+    return f"Cache {cache}: fine beside the weights: its KL of {kl:.2g} is not above {figures}."
 
 
 def thousandths(nats: float) -> str:

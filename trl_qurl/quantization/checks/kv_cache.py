@@ -4,10 +4,13 @@ from torch import nn
 
 from trl_qurl.quantization.formats import CACHES, TOKEN_CACHES, gpu_capability
 
+COARSE_CACHES = ("fp8", "int8_per_token_head")
+"""Those in which one large key ruins the others of its token and head, or is cut off."""
+
 LARGE_KEYS = (
-    "kv_cache_dtype={!r} has scales of 1, but this model's keys have biases and no norm, as "
-    "Qwen2.5's, and may be too large for it: leave kv_cache_dtype out, or try "
-    "'fp8_per_token_head' or 'int8_per_token_head' (on a GPU) and compare mismatch/kl_k3."
+    "kv_cache_dtype={!r} may be too coarse: this model's keys have biases and no norm, as "
+    "Qwen2.5's, and a few may be hundreds wide. Leave kv_cache_dtype out, or try "
+    "'fp8_per_token_head' (on a GPU), once `trl-qurl mismatch --kv` recommends it."
 )
 
 
