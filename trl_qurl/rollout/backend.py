@@ -212,10 +212,11 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         TRL syncs once a step. Weights that have changed since then are sent first, and so are those
         of a sync that a subclass or a callback has left out.
         """
-        # Asked again after a sync, because the first answer after one trusts torch's counters,
-        # which a fused optimizer leaves as they are.
-        while not self.sync.is_current():
+        if not self.sync.is_current():
             QuantizedVLLMGeneration.sync_weights(self)
+            # The first answer after a sync trusts torch's counters, which a fused optimizer leaves
+            # as they are: the next rollout needs the second.
+            self.sync.is_current()
         return self.generate_from_sent(*args, **kwargs)
 
     def generate_from_sent(self, *args: Any, **kwargs: Any) -> Completions:
