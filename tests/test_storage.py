@@ -81,6 +81,7 @@ def test_a_full_disk_is_one_clear_error_and_leaves_nothing(tmp_path):
 
 
 def write_for_a_minute(path):
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup` has it ignored
     with new_directory(path) as draft:
         (draft / "half").write_text("half")
         time.sleep(60)
