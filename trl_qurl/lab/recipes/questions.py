@@ -55,7 +55,9 @@ def train(
     from trl_qurl.lab.update_size import UpdateSizeCallback
 
     _set_up_logging(training_args)
-    disable_progress_bar()  # they would come between the lines of the steps
+    # Bars would come between the lines of the steps.
+    disable_progress_bar()
+    training_args.vllm_engine_kwargs.setdefault("use_tqdm_on_load", False)
     output_dir = training_args.output_dir
     checkpoint = checkpoint_to_resume(training_args.resume_from_checkpoint, output_dir)
     _check_arguments(script_args, training_args, model_args)
