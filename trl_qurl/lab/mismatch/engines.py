@@ -86,7 +86,7 @@ class Engines:
         standard error.
         """
         prompts = [tokens for tokens in self.prompts for _ in range(self._args.samples)]
-        name = label(format_name(formats))
+        name = label(format_name(formats)) + (f" with an {cache} cache" if cache else "")
         compiling = "" if self._arguments["enforce_eager"] else COMPILING
         self.say(f"Sampling {len(prompts)} answers from {name}{compiling}")
         failure = (
