@@ -86,7 +86,7 @@ class Engines:
         standard error.
         """
         prompts = [tokens for tokens in self.prompts for _ in range(self._args.samples)]
-        name = label(format_name(formats))
+        name = label(format_name(formats)) + (f" with an {cache} cache" if cache else "")
         compiling = "" if self._arguments["enforce_eager"] else COMPILING
         self.say(f"Sampling {len(prompts)} answers from {name}{compiling}")
         failure = (
@@ -185,11 +185,10 @@ def score(model: PreTrainedModel, answers: Iterable[Answer]) -> Iterator[Scored]
     for answer in answers:
         if not answer.tokens:
             continue
-        logps = all_logps(model, answer)
-        sampled = torch.tensor(answer.tokens)[:, None]  # (T, 1)
+        sampled = torch.tensor(answer.tokens, device=model.device)
         behavior_logps = torch.tensor(answer.logps, dtype=torch.float64)
-        log_ratio = logps.gather(-1, sampled).squeeze(-1) - behavior_logps
-        yield Scored(tuple(answer.prompt), log_ratio)
+        logps = logps_of(all_logps(model, answer), sampled)
+        yield Scored(tuple(answer.prompt), logps - behavior_logps)
 
 
 def simulate(model: PreTrainedModel, answers: Iterable[Answer], cache: str) -> Iterator[Scored]:
@@ -199,15 +198,20 @@ def simulate(model: PreTrainedModel, answers: Iterable[Answer], cache: str) -> I
         if not answer.tokens:
             continue
         with rounded_cache(model, cache):
-            behavior_logps = all_logps(model, answer)
-        log_ratios = all_logps(model, answer) - behavior_logps
-        sampled = torch.multinomial(behavior_logps.exp(), 1, generator=generator)  # (T, 1)
-        yield Scored(tuple(answer.prompt), log_ratios.gather(-1, sampled).squeeze(-1))
+            rounded = all_logps(model, answer)
+        sampled = torch.multinomial(rounded.exp(), 1, generator=generator).squeeze(-1)  # (T,)
+        log_ratio = logps_of(all_logps(model, answer), sampled) - logps_of(rounded, sampled)
+        yield Scored(tuple(answer.prompt), log_ratio)
 
 
 def all_logps(model: PreTrainedModel, answer: Answer) -> torch.Tensor:
-    """Return the log-probabilities of all tokens at each of an answer, float64, (T, V)."""
+    """Return the log-probabilities of all tokens at each of an answer, (T, V)."""
     tokens = torch.tensor([answer.prompt + answer.tokens], device=model.device)  # (1, P + T)
     with torch.inference_mode():
         output = model(input_ids=tokens, logits_to_keep=len(answer.tokens) + 1)
-    return output.logits[0, :-1].float().log_softmax(-1).double().cpu()
+        return output.logits[0, :-1].float().log_softmax(-1)
+
+
+def logps_of(logps: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the log-probability of each token, float64, (T,)."""
+    return logps.gather(-1, tokens[:, None]).squeeze(-1).double().cpu()
