@@ -3,7 +3,6 @@
 import importlib
 import json
 import multiprocessing.spawn
-import os
 import sys
 
 import pytest
@@ -46,24 +45,6 @@ def divide_by_zero():
 def test_measurements_before_a_failure_are_kept(warm_spawn, load):
     result = load("apart").measure_apart(divide_by_zero)
     assert result == {"first": 1, "failure": "ZeroDivisionError: division by zero"}
-
-
-def build_exit(status):
-    return lambda answer: answer or os._exit(status)
-
-
-def test_a_contestant_that_fails_is_an_error_and_not_a_hang(warm_spawn, load):
-    contestant = load("turns").Contestant
-    broken, dying = contestant(int, "no\nengine"), contestant(build_exit, 3)
-    try:
-        with pytest.raises(RuntimeError, match="^ValueError: invalid literal"):
-            broken.ask(1)
-        assert dying.ask(7) == 7
-        with pytest.raises(RuntimeError, match="the process ended with 3"):
-            dying.ask(0)
-    finally:
-        broken.stop()
-        dying.stop()
 
 
 @pytest.mark.vllm

@@ -87,46 +87,6 @@ def test_failures_are_recorded_and_a_second_run_repeats_only_them(gpu_hour, tmp_
     assert {"out/results.md", "out/steps-0.5B-512-bf16/record.json"} <= {*names}
 
 
-def test_a_part_that_does_not_fit_gives_way_to_the_next(gpu_hour, tmp_path, monkeypatch):
-    """Of 6 seconds, the first part takes what it takes: 60 do not fit then, and 1 does."""
-    plan = [gpu_hour.Part("first", python("print('first')"), 4)]
-    plan += [gpu_hour.Part("long", python("print('long')"), 60)]
-    plan += [gpu_hour.Part("short", python("print('short')"), 1)]
-    monkeypatch.setattr(gpu_hour.Plan, "parts", lambda plan_of: plan)
-    out = tmp_path / "out"
-    assert gpu_hour.main(["-o", str(out), "--rehearse", "--minutes", "0.5"]) == 0
-    parts = json.loads((out / "results.json").read_text())["parts"]
-    assert [part["status"] for part in parts.values()] == ["ok", "skipped", "ok"]
-    assert "The same command resumes" in parts["long"]["reason"]
-
-
-def test_on_a_gpu_a_part_is_killed_after_twice_its_estimate(gpu_hour, tmp_path):
-    """A rehearsal leaves it more, but never more than the time that is left."""
-    for rehearsal, killed in ((False, "Killed after 2 seconds."), (True, "Killed after 4 seconds")):
-        record = {"hardware": "", "date": "", "commit": "", "versions": {}, "parts": {}}
-        record["rehearsal"] = rehearsal
-        parts = [gpu_hour.Part("tests", ["-c", HANG], 1)]
-        gpu_hour.run_plan(parts, tmp_path, 4.3 / 60, record)
-        assert record["parts"]["tests"]["reason"].startswith(killed)
-
-
-@pytest.mark.parametrize("rehearse", [False, True])
-def test_the_plan_fits_and_its_options_exist(rehearse, gpu_hour, monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    plan = gpu_hour.Plan(rehearse).parts()
-    names = [part.name for part in plan]
-    assert sum(part.seconds for part in plan) <= 40 * 60 and len({*names}) == len(plan)
-    steps = ["steps-0.5B-512-plain-TRL", "steps-0.5B-512-bf16"]
-    assert names[:5] == ["pack", "reload", "host-7B", *steps]
-    assert sum(part.seconds for part in plan[:5]) <= 8.5 * 60, "what ten minutes of a GPU are for"
-    sources = "".join(path.read_text() for path in BENCHMARKS.glob("*.py"))
-    commands = [part.command for part in plan if part.command[0].startswith(str(BENCHMARKS))]
-    assert commands
-    for word in sum(commands, []):
-        name = word.removeprefix("--")
-        assert name == word or f'"--{name}"' in sources or f'"{name}"' in sources, word
-
-
 @pytest.fixture
 def report(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
@@ -181,20 +141,6 @@ def test_results_fill_the_pages(report, tmp_path, monkeypatch):
     (run / "results.json").write_text(json.dumps(record | {"rehearsal": True}))
     with pytest.raises(SystemExit, match="2"):
         report.main([str(run)])
-
-
-def test_a_report_without_results_names_the_missing_file(report, tmp_path, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        report.main([str(tmp_path)])
-    assert f"{tmp_path}/results.json does not exist" in capsys.readouterr().err
-
-
-def test_a_directory_with_other_files_is_refused(gpu_hour, tmp_path, capsys):
-    (tmp_path / "thesis.tex").write_text("")
-    with pytest.raises(SystemExit, match="2"):
-        gpu_hour.main(["-o", str(tmp_path), "--rehearse"])
-    assert "-o" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
 def test_the_steps_of_bench_are_a_table(report):
@@ -261,13 +207,6 @@ def test_steps_are_timed_and_profiled(monkeypatch):
     times = profiled.milliseconds()
     assert 10 <= times["wall_ms"] < 20 and 0 < times["kernel_ms"] < times["wall_ms"] / 2
     assert core.profiled == 3
-
-
-def test_random_tokens_become_text(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    tokenizer = importlib.import_module("gpu_host").make_tokenizer(2000)
-    assert len(tokenizer) == 2000
-    assert tokenizer.decode([256, 257, 256 + 26 * 26]) == "aaab" + "aaa"
 
 
 @pytest.mark.vllm

@@ -2,8 +2,6 @@
 
 import copy
 import math
-import shutil
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,14 +10,12 @@ from peft import LoraConfig, get_peft_model
 from tiny import tiny_model
 
 from benchmarks.objectives import contrasts, exploration, study, summary
-from benchmarks.objectives.arms import EXPERIMENTS
 from benchmarks.objectives.centering import centering_term
 from benchmarks.objectives.coarse import CODE_BITS, add_coarse_schemes, round_activations
 from benchmarks.objectives.in_flight import update_in_flight, versions_of
-from benchmarks.objectives.one_run import LORA, updates_of
+from benchmarks.objectives.one_run import LORA
 from benchmarks.objectives.recorder import BothPolicies
 from trl_qurl.lab.demo import evaluate, task, warm_start
-from trl_qurl.lab.runs import Run
 from trl_qurl.quantization.formats import SCHEMES, get_scheme
 from trl_qurl.rollout.results import Completions
 
@@ -46,29 +42,6 @@ def test_activations_of_four_bits():
     codes = round_activations(WEIGHT, bits=4) / (WEIGHT.abs().amax(-1, keepdim=True) / 7)
     torch.testing.assert_close(codes.round(), codes, atol=1e-4, rtol=0)
     assert all(len(row.unique()) <= 15 for row in codes.round())
-
-
-def test_an_experiment_without_differences_has_a_table_of_its_arms(tmp_path, monkeypatch, capsys):
-    (tmp_path / "main").mkdir()
-    shutil.copy(study.RESULTS / "main" / "bf16-seed0.jsonl.gz", tmp_path / "main")
-    monkeypatch.setattr(summary, "CONTRASTS", {})
-    summary.main(["--runs", str(tmp_path)])
-    printed = capsys.readouterr().out
-    assert "| bf16 | 1 | 120 |" in printed and "difference" not in printed
-
-
-def test_updates_per_rollout():
-    found = {name: {updates_of(arm) for arm in EXPERIMENTS[name].arms} for name in EXPERIMENTS}
-    assert found["seeds"] == {4} and found["one_update"] == {1} and found["updates"] == {16}
-
-
-def test_what_cannot_be_studied_or_compared_is_named(tmp_path, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        study.main(["seeds", "--arms", "int3_tsi", "--list"])
-    assert "int3_tsi" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match="2"):
-        contrasts.main(["--runs", str(tmp_path)])
-    assert "trl-qurl report" in capsys.readouterr().err
 
 
 def test_no_study_of_int8_trains_where_its_sums_saturate(monkeypatch):
@@ -143,13 +116,6 @@ def test_the_tables_of_exploration_are_those_of_the_page(capsys):
     page = (study.RESULTS.parents[1] / "study.md").read_text(encoding="utf-8")
     assert len(rows) == 2 * 8 and [row for row in rows if row not in page] == []
     assert "of 48 differences" in printed
-
-
-def test_a_window_of_rollouts_includes_both_its_ends():
-    rows = [{"step": step, "entropy": float(step)} for step in range(2, 101, 2)]
-    run = Run(Path(), {"updates_per_rollout": 2.0}, rows)  # rollout n has an entropy of 2 n
-    assert exploration.mean_over("entropy", (1, 20))(run) == 21.0
-    assert exploration.mean_over("entropy", (41, 60))(run) == 2 * 45.5  # it ends at rollout 50
 
 
 @pytest.mark.parametrize("objective", ["naive", "tis"])

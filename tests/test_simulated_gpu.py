@@ -14,7 +14,6 @@ import vllm
 from documents import ROOT
 from simulated_gpu import table, tensors
 from simulated_gpu.cases import ALWAYS, CORNERS, FAULTS, MATRIX, MIXED, runs
-from simulated_gpu.engine import Report
 from simulated_gpu.forking import simulate_all
 from simulated_gpu.platform import GPUS
 from torch import nn
@@ -124,13 +123,6 @@ def test_formats_that_a_gpu_ran_are_in_its_stored_log():
     steps = map(json.loads, path.read_text().splitlines())
     ran = {step["step"].removeprefix("reload-") for step in steps if step.get("ok")}
     assert ran & set(SCHEMES) == table.RAN["Hopper (H100, H200)"]
-
-
-def test_refused_cases_are_counted_apart_from_faults():
-    refused = {"refused": "ValueError: no units"}
-    faults = [{}, refused, {}, refused, {}, {"reload": "AssertionError"}]
-    reports = {case: Report({}, fault) for case, fault in zip(MATRIX, faults, strict=False)}
-    assert table.summary(reports) == "6 cases: 3 as fresh, 2 refused, 1 with faults"
 
 
 def test_every_fault_that_we_repair_has_a_report():

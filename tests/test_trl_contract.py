@@ -19,8 +19,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from conftest import needs_avx512
 from documents import ROOT
 from packaging.requirements import Requirement
 
@@ -124,12 +122,6 @@ GENERATION_FILE = "generation/vllm_generation.py"
             "return prompt_ids, completion_ids, logprobs, logprob_token_ids",
             "return prompt_ids, completion_ids, logprobs, logprob_token_ids, masks",
             ["VLLMGeneration.generate returns", "logprob_token_ids, masks)", "backend.py"],
-        ),
-        (
-            "trainer/grpo_trainer.py",
-            "extra_fields, images, tool_images\n\n    def",
-            "extra_fields, images, tool_images, masks\n\n    def",
-            ["GRPOTrainer._generate returns", "masks)", "dynamic_sampling.py"],
         ),
         (
             GENERATION_FILE,
@@ -339,37 +331,3 @@ def test_an_api_key_does_not_guard_the_development_endpoints():
     [guarded] = re.findall(r"^GUARDED_PREFIX = (.*)", text, re.MULTILINE)
     for path in ("/collective_rpc", "/server_info", "/reset_prefix_cache", "/reset_encoder_cache"):
         assert not path.startswith(ast.literal_eval(guarded))
-
-
-# Faults of vLLM that we work around
-# ----------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def plain_reload(run_scenario, tmp_path_factory):
-    """One reload by vLLM alone, on a CPU."""
-    if torch.cuda.is_available():
-        pytest.skip("the repairs are for vLLM on CPU")
-    return run_scenario("plain_reload.py", tmp_path_factory.mktemp("plain_reload"))
-
-
-@pytest.mark.vllm
-@pytest.mark.xdist_group("plain_reload")
-@needs_avx512
-def test_vllm_still_leaves_a_tied_head_stale(plain_reload):
-    assert plain_reload["started"]["head_error"] < 0.02, "the head is wrong before any reload"
-    assert plain_reload["reloaded"]["head_error"] > 0.1, "rollout/repairs/cpu_tied_head.py can go"
-
-
-@pytest.mark.vllm
-@pytest.mark.xdist_group("plain_reload")
-@pytest.mark.skipif(
-    torch.cpu._is_amx_tile_supported(), reason="with AMX, vLLM uses another INT8 kernel"
-)
-def test_vllm_still_frees_int8_scales_under_the_primitive(plain_reload):
-    # Reading freed memory would depend on luck, so this compares addresses: those of the layers'
-    # scales are in use all the time, and any other address belongs to a tensor that only the kernel
-    # knew.
-    assert plain_reload["started"]["primitives"] == plain_reload["reloaded"]["primitives"] == 8
-    assert plain_reload["started"]["dangling"] == 0
-    assert plain_reload["reloaded"]["dangling"] == 8, "rollout/repairs/cpu_int8_scales.py can go"
