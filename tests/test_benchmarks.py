@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import multiprocessing.spawn
 import sys
 
 import pytest
@@ -26,25 +25,6 @@ def test_model_sizes_are_those_of_qwen(load, size, parameters):
     """As Qwen2.5's, but for the norms of queries and keys."""
     model = load("shapes").SHAPES[size].build(torch.bfloat16, torch.device("meta"))
     assert sum(weight.numel() for weight in model.parameters()) == parameters
-
-
-@pytest.fixture
-def warm_spawn(warm_python):
-    """Start processes of multiprocessing with the interpreter that has imported everything."""
-    before = multiprocessing.spawn.get_executable()
-    multiprocessing.set_executable(str(warm_python))
-    yield
-    multiprocessing.set_executable(before)
-
-
-def divide_by_zero():
-    yield {"first": 1}
-    yield {"second": 1 / 0}
-
-
-def test_measurements_before_a_failure_are_kept(warm_spawn, load):
-    result = load("apart").measure_apart(divide_by_zero)
-    assert result == {"first": 1, "failure": "ZeroDivisionError: division by zero"}
 
 
 @pytest.mark.vllm

@@ -35,9 +35,6 @@ def test_rows_become_one_user_message_and_a_text_answer(tmp_path, name):
     assert questions.column_names == ["prompt", "solution"]
     assert questions[0]["prompt"] == [{"role": "user", "content": f"0 + 1?\n\n{INSTRUCTION}"}]
     assert questions["solution"][:] == ["$1$", "$2$"], "the limit keeps the first"
-    without = load_questions(path, limit=9, needs_answers=False)
-    assert without["solution"][:] == [""] * 3
-    assert without[0]["prompt"] == questions[0]["prompt"]
     with pytest.raises(ValueError, match="limit=0"):
         load_questions(path, limit=0)
 

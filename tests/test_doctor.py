@@ -17,7 +17,6 @@ from conftest import child_environment
 from documents import ROOT
 
 from trl_qurl import cli
-from trl_qurl.lab.demo.task import build_tokenizer
 from trl_qurl.lab.doctor import command, device, environment, trial
 from trl_qurl.lab.doctor.report import Line, Status
 from trl_qurl.quantization.formats import SCHEMES
@@ -158,15 +157,13 @@ def test_an_engine_that_cannot_start(warm_python):
     [
         ("import os; os.abort()", "was killed by SIGABRT", "issue"),
         ("import time; time.sleep(60)", "did not finish within 3 s; last output: about to", ""),
-        ("import sys; sys.exit('CUDA out of memory')", "exited with status 1; .* CUDA", "Another"),
         (
             "raise ImportError('libcudart.so.13: cannot open')",
             ".*ImportError: libc",
             "install both",
         ),
-        ("raise RuntimeError('cannot reload its kernel')", ".*RuntimeError", "another rollout_q"),
     ],
-    ids=["crash", "hang", "exit", "error", "kernel"],
+    ids=["crash", "hang", "error"],
 )
 def test_a_process_that_crashes_hangs_or_fails_is_a_line(
     torch_code, text, advice, tmp_path, monkeypatch
@@ -205,11 +202,8 @@ def test_an_engine_with_other_weights_is_told_from_a_new_one(stale, is_right):
 @pytest.mark.parametrize(
     ("gpus", "broken", "expected"),
     [
-        (0, "", ["sleep"]),
         (0, "train-fp8", ["sleep", "server"]),
         (1, "", ["server"]),
-        (2, "", []),
-        (2, "train-fp8", ["sleep", "server"]),
         (2, "train-mixed", []),
     ],
 )
@@ -234,9 +228,7 @@ def test_what_is_tried_follows_from_the_gpus_and_from_failures(gpus, broken, exp
 @pytest.mark.parametrize(
     ("gpus", "chosen", "helps", "said"),
     [
-        (1, None, "mode", "It works without torch.compile"),
         (1, None, "VLLM_USE_V2_MODEL_RUNNER", "VLLM_USE_V2_MODEL_RUNNER=0"),
-        (1, None, "enforce_eager", "'enforce_eager': True"),
         (
             1,
             "1",
@@ -294,7 +286,6 @@ def test_a_format_that_does_not_exist(capsys):
     ("driver", "cuda", "status", "advice"),
     [
         ("580.65.06", "13.0", Status.FAILED, "CUDA_VISIBLE_DEVICES"),
-        ("550.54.15", "12.9", Status.FAILED, "CUDA_VISIBLE_DEVICES"),
         ("575.57.08", "13.0", Status.FAILED, "to 580 or newer, or install builds for CUDA 12 "),
         ("470.82.01", "12.9", Status.FAILED, "to 525 or newer; no current vLLM build "),
         ("580.65.06", None, Status.FAILED, "Install torch for CUDA"),
@@ -350,13 +341,6 @@ def test_space_in_shared_memory(free, status, monkeypatch):
     usage = environment.shutil.disk_usage("/")._replace(free=free)
     monkeypatch.setattr(environment.shutil, "disk_usage", lambda path: usage)
     assert environment.check_shm().status is status
-
-
-def test_the_trial_has_biases_that_a_kernel_can_misplace():
-    parameters = trial.build_policy(build_tokenizer()).named_parameters()
-    biases = [parameter for name, parameter in parameters if name.endswith("bias")]
-    assert len(biases) == 6
-    assert all(0.5 < bias.std() < 2 for bias in biases)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ says what a value must be. What is known at run time only is `…`, in messages 
 """
 
 import ast
-import importlib.util
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -136,21 +135,6 @@ def test_a_message_says_what_to_do(message):
     assert REMEDY.search(text) or has_row or needs_neither, (
         f"{text!r} says what is wrong, and not what to do: add that, or a row to troubleshooting.md"
     )
-
-
-def test_messages_of_vllm_are_in_the_installed_one():
-    package = importlib.util.find_spec("vllm")
-    if package is None:
-        pytest.skip("needs vLLM")
-    [directory] = package.submodule_search_locations
-    sources = "".join(path.read_text() for path in Path(directory, "v1").rglob("*.py"))
-    section = rows(ROOT / "docs" / "troubleshooting.md", "While the engine starts")
-    start = "To serve at least|Free memory on device|No available memory for|Engine core init"
-    shown = [cells[0].strip("`") for cells in section if re.match(f"`({start})", cells[0])]
-    assert len(shown) == 4
-    for message in shown:
-        for piece in message.split("…"):
-            assert piece.strip() in sources, piece
 
 
 def test_exceptions_are_messages_without_a_remedy():

@@ -188,7 +188,7 @@ def test_a_kl_is_reached_with_the_fewest_groups():
 
 @pytest.mark.parametrize(
     ("reached", "kept"),
-    [((0.0015,), [1]), ((0.0025, 0.0015), [1, 2]), ((0.0025, 0.0025, 0.0025), [1, 2, 3])],
+    [((0.0025, 0.0015), [1, 2]), ((0.0025, 0.0025, 0.0025), [1, 2, 3])],
 )
 def test_lists_grow_until_an_engine_is_within_the_budget(reached, kept, monkeypatch):
     """Of a KL of 0.005, a 16-bit engine has 0.0005; the first step is all that the estimates ask
@@ -222,13 +222,10 @@ def test_lists_grow_until_an_engine_is_within_the_budget(reached, kept, monkeypa
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--scheme", "int9"], "int9"),
         (["--limit", "0"], "limit is 0"),
-        (["--samples", "0"], "samples is 0"),
         (["--max-tokens", "4000"], "context of 128"),
         (["--questions", "nowhere.txt"], "nowhere.txt"),
         (["--questions", "empty.txt"], "empty.txt"),
-        (["--questions", "no such task"], "'no such task'"),
         (["--output", "figures.png"], "--output is figures.png"),
         (["--kl", "0", "--scheme", "int8"], "--kl is 0"),
         (["--kl", "1e-3", "--scheme", "int8,fp8"], "int8, fp8"),

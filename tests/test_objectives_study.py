@@ -151,42 +151,36 @@ def test_each_token_is_sampled_by_the_weights_of_its_time():
     assert versions_of(5, 16) == [(0, 1), (3, 1), (6, 1), (9, 1), (12, 1)]
     assert versions_of(8, 2) == [(0, 4), (1, 4)]
     policy = torch.nn.Linear(1, 1, bias=False)
-    policy.weight.data.fill_(10.0)
+    engine = {}
 
     def answer(prompts):
-        """As many tokens as asked for, each the weight that the engine has; 13 ends an answer."""
+        """As many tokens as asked for, each the weight that the engine has; 12 ends an answer."""
         ids = [[int(engine["weight"])] * generation.max_completion_length for _ in prompts]
         return Completions(prompts, ids, [[[-1.0]] * len(row) for row in ids], None)
 
-    engine = {}
     generation = SimpleNamespace(
         max_completion_length=8,
-        generate_from_sent=lambda prompts: answer(prompts),
+        generate_from_sent=answer,
         sync_weights=lambda: engine.update(weight=policy.weight.item()),
     )
     callbacks = []
     trainer = SimpleNamespace(
         vllm_generation=generation,
         model=policy,
-        processing_class=SimpleNamespace(eos_token_id=13),
+        processing_class=SimpleNamespace(eos_token_id=12),
         add_callback=callbacks.append,
     )
     update_in_flight(trainer, 2)
-
-    def rollout():
-        callbacks[0].on_step_begin(None, None, None, model=policy)
-        return generation.generate(prompts=[[5], [6]])
-
-    assert rollout().completion_ids == [[10] * 8] * 2  # no update precedes it
-    policy.weight.data.fill_(11.0)
-    callbacks[0].on_step_begin(None, None, None, model=policy)
-    policy.weight.data.fill_(12.0)
-    second = rollout()
+    [callback] = callbacks
+    sampled = []
+    for weight in (10.0, 11.0, 12.0, 13.0, 14.0):  # a step each, before three a rollout
+        policy.weight.data.fill_(weight)
+        callback.on_step_begin(None, None, None, model=policy)
+        if weight in (10.0, 12.0, 14.0):
+            sampled.append(generation.generate(prompts=[[5], [6]]))
+    first, second, last = sampled
+    assert first.completion_ids == [[10] * 8] * 2  # no update precedes it
     assert second.completion_ids == [[10] * 4 + [11] * 4] * 2
     assert second.logprobs == [[[-1.0]] * 8] * 2 and second.prompt_ids == [[5], [6]]
-    assert policy.weight.item() == 12.0 and generation.max_completion_length == 8
-    policy.weight.data.fill_(13.0)
-    callbacks[0].on_step_begin(None, None, None, model=policy)
-    rollout()
-    callbacks[0].on_step_begin(None, None, None, model=policy)
-    assert rollout().completion_ids == [[13] * 4] * 2  # ended, so nothing follows
+    assert last.completion_ids == [[12] * 4] * 2  # ended, so nothing follows
+    assert policy.weight.item() == 14.0 and generation.max_completion_length == 8

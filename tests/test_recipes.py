@@ -118,19 +118,16 @@ def test_dapo_is_dapo():
     rewards = punish(completion_ids=[[0] * 2458, [0] * 2765, [0] * 3072])
     assert rewards == pytest.approx([0.0, -0.5, -1.0])
     for cache in (0, 100):
-        with pytest.raises(
-            ValueError, match=f"soft_overlong_cache={cache} .* max_completion_length=100"
-        ):
+        with pytest.raises(ValueError, match=f"cache={cache} .* max_completion_length=100"):
             punishment(cache, 100)
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda path: path.stem)
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_every_variant_of_every_recipe_loads(recipe, variant):
-    _, config, _ = parsed(command_of(recipe), "--config", recipe, variant)
+def test_a_variant_of_a_recipe(variant):
+    _, config, _ = parsed("grpo", "--config", "dapo", variant)
     settings = (config.rollout_quantization, config.objective, config.uaq_scale)
     assert settings == VARIANT_SETTINGS[variant.stem]
-    assert config.max_completion_length == PAPER[recipe.stem][4], "the recipe's"
+    assert config.max_completion_length == PAPER["dapo"][4], "the recipe's"
 
 
 @pytest.fixture(scope="module")
@@ -334,14 +331,8 @@ def test_a_wrong_checkpoint_is_refused_before_a_model_is_looked_for(checkpoints,
 
 
 def test_the_latest_complete_checkpoint_is_what_true_means(checkpoints):
-    meant = {
-        True: checkpoints / "checkpoint-16",
-        "true": checkpoints / "checkpoint-16",
-        str(checkpoints / "checkpoint-8"): checkpoints / "checkpoint-8",
-        None: None,
-        "false": None,
-    }
-    for requested, checkpoint in meant.items():
+    first, latest = (checkpoints / f"checkpoint-{step}" for step in (8, 16))
+    for requested, checkpoint in {"true": latest, str(first): first, "false": None}.items():
         assert questions.checkpoint_to_resume(requested, str(checkpoints)) == checkpoint
 
 
@@ -400,11 +391,9 @@ def test_a_long_run_on_a_cpu_is_announced(steps, is_long, model, tmp_path, monke
     ("argv", "tasks"),
     [
         ([], ["gsm8k"]),
-        (["--dataset", "openai/gsm8k"], ["gsm8k"]),
         (["--dataset=mine.jsonl"], []),
         (["--dataset", "mine.jsonl", "--eval-tasks", "held_out.jsonl"], ["held_out.jsonl"]),
         (["--config", "mine.yaml"], []),
-        (["--config", "tis"], ["gsm8k"]),
     ],
 )
 def test_another_dataset_drops_the_tasks_of_a_recipe(argv, tasks, tmp_path, monkeypatch):
@@ -420,10 +409,8 @@ def test_another_dataset_drops_the_tasks_of_a_recipe(argv, tasks, tmp_path, monk
     [
         ("rollout_quantization: off", "rollout_quantization is False: write 'none'"),
         ("objective: off", "objective is False, but must be one of 'acr', 'tis'"),
-        ("rollout_quantization: 8", "rollout_quantization is 8: write 'none', one of int8"),
         ("quantization_ignore:", r"quantization_ignore is None, .*, or \[\] for none"),
         ("quantization_ignore: [1]", "quantization_ignore has the pattern 1"),
-        ("mismatch_guard: off", "mismatch_guard is False, but must be one of 'off', 'warn'"),
         ("1: 2", "Unknown .*setting .*: 1"),
     ],
 )

@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_leaves
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.initialization import no_init_weights
 
-from trl_qurl.lab.fake_quantization import QuantizedLinear
 from trl_qurl.quantization import SCHEMES
 from trl_qurl.quantization.merging import model_parameters
 from trl_qurl.quantization.uaq import scale_model_
@@ -195,20 +194,6 @@ def test_a_colocated_sync_of_7b_takes_1500_launches(name, watch, monkeypatch):
     model = sync(watch, name, is_colocated=True, **SHAPE_7B)
     fingerprint(model)
     assert watch.launches <= 1500
-
-
-# those read a shape's values
-@needs_scales_without_waits
-@pytest.mark.parametrize("name", [name for name in SCHEMES if not name.endswith("a16")])
-def test_a_rounded_layer_stays_on_the_device(name, watch, monkeypatch):
-    with torch.device("cuda"), no_init_weights():
-        layer, inputs = torch.nn.Linear(1024, 512), torch.empty(1, 8, 1024, dtype=GRID)
-    scale = torch.ones(1024)  # on the host, as the first fit's broadcast leaves it
-    watch.begin()
-    rounded = QuantizedLinear(layer, SCHEMES[name], scale)
-    with torch.no_grad():
-        assert rounded(inputs).is_cuda
-    assert watch.waits.total() == 0 and watch.launches <= 110, (watch.waits, watch.launches)
 
 
 def test_smoothing_and_uaq_stay_on_the_device(watch):
