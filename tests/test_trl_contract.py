@@ -11,20 +11,16 @@ import ast
 import functools
 import importlib.metadata
 import importlib.util
-import os
 import re
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from documents import ROOT
 
 import trl_qurl
 from trl_qurl.config.checks.conflicts import CLIPPED_LOSS_TYPES
 from trl_qurl.config.checks.engine_arguments import TAKEN_ENGINE_ARGUMENTS
 from trl_qurl.config.checks.sampling import HARMLESS, NEUTRAL, REFUSED
+from trl_qurl.lab import contract
 from trl_qurl.lab.contract import (
     LIBRARIES,
     definition,
@@ -87,53 +83,33 @@ def test_what_we_rely_on_is_there(row):
     assert row.difference() is None
 
 
-@pytest.fixture
-def changed_trl(tmp_path):
-    """Changes a file of a copy of TRL, and returns what the contract says about the copy."""
-    package = Path(importlib.util.find_spec("trl").submodule_search_locations[0])
-    shutil.copytree(package, tmp_path / "trl", ignore=shutil.ignore_patterns("__pycache__"))
-    code = "from trl_qurl.lab.contract import differences; print(*differences('trl'), sep='\\n')"
-
-    def change(file, before=None, after=None):
-        path = tmp_path / "trl" / file
-        if before is None:
-            path.unlink()
-        else:
-            text = path.read_text()
-            assert before in text
-            path.write_text(text.replace(before, after))
-        paths = os.pathsep.join([str(tmp_path), str(ROOT)])
-        environment = os.environ | {"PYTHONPATH": paths}
-        command = [sys.executable, "-c", code]
-        return subprocess.check_output(command, env=environment, text=True).splitlines()
-
-    return change
-
-
-GENERATION_FILE = "generation/vllm_generation.py"
-
-
 @pytest.mark.parametrize(
-    ("file", "before", "after", "named"),
+    ("module", "before", "after", "named"),
     [
         (
-            GENERATION_FILE,
+            GENERATION,
             "return prompt_ids, completion_ids, logprobs, logprob_token_ids",
             "return prompt_ids, completion_ids, logprobs, logprob_token_ids, masks",
             ["VLLMGeneration.generate returns", "logprob_token_ids, masks)", "backend.py"],
         ),
-        (
-            GENERATION_FILE,
-            "num_generations: int",
-            "count: int",
-            ["no longer takes num_generations"],
-        ),
-        ("generation/vllm_client.py", "def _post(", "def _send(", ["VLLMClient._post is gone"]),
-        ("trainer/rloo_trainer.py", None, None, ["the module trl.trainer.rloo_trainer is gone"]),
+        (GENERATION, "num_generations: int", "count: int", ["no longer takes num_generations"]),
+        (CLIENT, "def _post(", "def _send(", ["VLLMClient._post is gone"]),
+        (RLOO, None, None, ["the module trl.trainer.rloo_trainer is gone"]),
     ],
 )
-def test_a_change_of_trl_is_named(changed_trl, file, before, after, named):
-    found = changed_trl(file, before, after)
+def test_a_change_of_trl_is_named(module, before, after, named, tmp_path, monkeypatch):
+    changed = None
+    if before is not None:
+        text = source_file(module).read_text()
+        assert before in text
+        changed = tmp_path / "changed.py"
+        changed.write_text(text.replace(before, after))
+    monkeypatch.setattr(
+        contract, "source_file", lambda name: changed if name == module else source_file(name)
+    )
+    for cached in (contract.tree, contract.text_of):
+        monkeypatch.setattr(contract, cached.__name__, functools.cache(cached.__wrapped__))
+    found = contract.differences("trl")
     assert any(all(word in line for word in named) for line in found), found
 
 
