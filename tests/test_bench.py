@@ -84,6 +84,7 @@ def test_a_dry_run_says_what_fits(qwen_7b, capsys, options, said):
     ("size", "capability", "gigabytes", "is_told"),
     [
         ("0.5B", (9, 0), "141", True),
+        ("0.5B", (8, 0), "80", True),
         ("0.5B", (8, 0), "24", False),  # an A30
         ("0.5B", (8, 9), "48", False),  # Ada's memory is slow
         ("7B", (9, 0), "141", False),

@@ -149,7 +149,7 @@ def test_control_c_is_one_line(tmp_path):
     assert (done.returncode, done.stderr) == (130, "\ntrl-qurl: interrupted\n")
 
 
-@pytest.mark.parametrize("error", [ValueError, TypeError])
+@pytest.mark.parametrize("error", [ValueError, ImportError, OSError, TypeError])
 def test_user_errors_become_one_line_and_bugs_a_traceback(monkeypatch, capsys, error):
     def fail(args):
         raise error("first line\n  second line")
@@ -182,6 +182,7 @@ def test_the_help_of_training_shows_essential_options(capsys, command, config, p
     assert listed[0] == "model" and "model_name_or_path" not in listed and len(listed) < 65
     assert f"trl-qurl {command} --model " in shown, "an example"
     assert not re.search(r"default:\s+None", shown), "which says nothing"
+    assert "trl-qurl serve" in shown, "not vLLM's server"
     with pytest.raises(SystemExit):
         cli.main([command, "--help-all"])
     assert "--adam_beta1" in capsys.readouterr().out

@@ -36,10 +36,13 @@ def test_tokenizer_round_trip_through_disk(tokenizer, tmp_path):
 
 def test_splits_share_no_problem_in_either_order():
     assert task.Problem(123, 456).answer == "9750"  # 579, padded 0579, units first
+    assert task.sample_problems(20, seed=3) == task.sample_problems(20, seed=3)
     training = set(task.sample_problems(5000, seed=1))
     held_out = set(task.sample_problems(1000, seed=1, held_out=True))
     assert not held_out & training
     assert not {task.Problem(problem.right, problem.left) for problem in held_out} & training
+    share = sum(task.Problem(left, 500).held_out for left in range(100, 1000)) / 900
+    assert 0.5 / task.HELD_OUT_ONE_IN < share < 2 / task.HELD_OUT_ONE_IN
 
 
 def test_dataset_and_reward(tokenizer):

@@ -139,19 +139,6 @@ def test_bounds_of_an_extra_hold_beside_its_own_package(monkeypatch):
     assert str(requirement) == "transformers<5.18"
 
 
-@pytest.mark.vllm
-@pytest.mark.xdist_group("doctor")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="another kernel takes its place on a GPU")
-def test_an_engine_that_cannot_start(warm_python):
-    broken = {"VLLM_DISABLED_KERNELS": "CPUInt8ScaledMMLinearKernel", "VLLM_LOGGING_LEVEL": "ERROR"}
-    done = doctor("--scheme", "int8", "--json", python=warm_python, **broken)
-    line = lines_of(done)["train-int8"]
-    assert done.returncode == 1
-    assert line["status"] == "FAILED"
-    assert "VLLM_DISABLED_KERNELS" in line["advice"]
-    assert line["data"]["log"]
-
-
 @pytest.mark.parametrize(
     ("torch_code", "text", "advice"),
     [
@@ -199,26 +186,40 @@ def test_an_engine_with_other_weights_is_told_from_a_new_one(stale, is_right):
     assert (trial.largest_difference(reloaded, new) <= trial.LIMIT) == is_right
 
 
+@pytest.fixture
+def examine(monkeypatch):
+    """Examine a machine with so many GPUs, whose trials do not run; the lines, and what was tried."""
+
+    def examine(formats, gpus, works):
+        tried = {}
+
+        def check_in_child(name, module, seconds, *arguments, **variables):
+            tried.setdefault(name, (module, *arguments))
+            is_ok = name == "torch" or works(name, f"{arguments} {variables}")
+            status = Status.OK if is_ok else Status.FAILED
+            line = Line(name, "", status, "See the log", {"gpus": gpus})
+            return [line, Line("formats", "")] if name == "torch" else [line]
+
+        monkeypatch.setattr(command, "check_in_child", check_in_child)
+        return {line.name: line for line in command.examine(formats, quick=False)}, tried
+
+    return examine
+
+
 @pytest.mark.parametrize(
     ("gpus", "broken", "expected"),
     [
-        (0, "train-fp8", ["sleep", "server"]),
+        (0, "", ["sleep"]),
         (1, "", ["server"]),
+        (2, "train-fp8", ["sleep", "server"]),
         (2, "train-mixed", []),
     ],
 )
-def test_what_is_tried_follows_from_the_gpus_and_from_failures(gpus, broken, expected, monkeypatch):
-    tried = {}
-
-    def check_in_child(name, module, seconds, *arguments, **variables):
-        tried.setdefault(name, (module, *arguments))
-        line = Line(name, "", Status.FAILED if name == broken else Status.OK, data={"gpus": gpus})
-        return [line, Line("formats", "")] if name == "torch" else [line]
-
-    monkeypatch.setattr(command, "check_in_child", check_in_child)
+def test_what_is_tried_follows_from_the_gpus_and_from_failures(gpus, broken, expected, examine):
     mixed = '{"re:.*down_proj": "w4a16", "*": "int8"}'
-    lines = list(command.examine(["fp8", mixed], quick=False))
-    assert [line.name for line in lines if line.status is Status.SKIPPED] == expected
+    lines, tried = examine(["fp8", mixed], gpus, lambda name, given: name != broken)
+    skipped = [name for name, line in lines.items() if line.status is Status.SKIPPED]
+    assert skipped == expected
     assert tried["train-fp8"] == ("trial", "fp8", "train-fp8")
     assert tried["train-mixed"] == ("trial", mixed, "train-mixed")
     if "server" in tried:
@@ -229,6 +230,7 @@ def test_what_is_tried_follows_from_the_gpus_and_from_failures(gpus, broken, exp
     ("gpus", "chosen", "helps", "said"),
     [
         (1, None, "VLLM_USE_V2_MODEL_RUNNER", "VLLM_USE_V2_MODEL_RUNNER=0"),
+        (1, None, "enforce_eager", "'enforce_eager': True"),
         (
             1,
             "1",
@@ -239,17 +241,13 @@ def test_what_is_tried_follows_from_the_gpus_and_from_failures(gpus, broken, exp
         (0, None, "mode", ""),
     ],
 )
-def test_what_fails_on_a_gpu_is_tried_in_other_ways(gpus, chosen, helps, said, monkeypatch):
-    def check_in_child(name, module, seconds, *arguments, **variables):
-        works = name == "torch" or helps in f"{arguments} {variables}"
-        line = Line(name, "", Status.OK if works else Status.FAILED, "See the log", {"gpus": gpus})
-        return [line, Line("formats", "")] if name == "torch" else [line]
-
-    monkeypatch.setattr(command, "check_in_child", check_in_child)
+def test_what_fails_on_a_gpu_is_tried_in_other_ways(
+    gpus, chosen, helps, said, examine, monkeypatch
+):
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
     if chosen is not None:
         monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", chosen)
-    lines = {line.name: line for line in command.examine(["fp8"], quick=False)}
+    lines, _ = examine(["fp8"], gpus, lambda name, given: helps in given)
     failed = lines["train-fp8"]
     assert failed.status is Status.FAILED and said in failed.advice
     if not said:

@@ -391,6 +391,7 @@ def test_a_long_run_on_a_cpu_is_announced(steps, is_long, model, tmp_path, monke
     ("argv", "tasks"),
     [
         ([], ["gsm8k"]),
+        (["--dataset", "openai/gsm8k"], ["gsm8k"]),
         (["--dataset=mine.jsonl"], []),
         (["--dataset", "mine.jsonl", "--eval-tasks", "held_out.jsonl"], ["held_out.jsonl"]),
         (["--config", "mine.yaml"], []),

@@ -118,9 +118,10 @@ def test_sizes_of_rounding_and_updates(tmp_path, drawn):
     int8 = write_run(tmp_path / "int8", measured)
     bf16 = write_run(tmp_path / "bf16", [{"step": 4, "reward": 0.5}])
 
-    assert main(["report", int8]) == main(["report", bf16, int8]) == 0
-    alone, beside = (figure.axes for figure in drawn)
-    panel = alone[3]  # after reward, KL and ratio
+    assert main(["report", bf16]) == main(["report", int8]) == main(["report", bf16, int8]) == 0
+    without, alone, beside = (figure.axes for figure in drawn)
+    assert len(without) == 3  # reward, KL, ratio
+    panel = alone[3]
     assert panel.get_yscale() == "log"
     assert [text.get_text() for text in panel.get_legend().texts] == ["q_proj", "up_proj"]
     rounding, update, _, other_update = panel.lines
@@ -133,6 +134,7 @@ def test_sizes_of_rounding_and_updates(tmp_path, drawn):
     assert rounding.get_ydata() == pytest.approx([3e-5] * 3)
     assert update.get_ydata() == pytest.approx([2e-6] * 2)
     assert rounding.get_color() == update.get_color() == COLORS[1]
+    assert beside[3].get_legend() is None
     assert not beside[3].collections, "a band of a run's kinds would say nothing about seeds"
 
 

@@ -39,6 +39,11 @@ def test_a_failure_ends_with_what_was_printed_last(tmp_path):
     assert "line 70" not in message
 
 
+def test_the_last_line_is_shown(tmp_path):
+    run_child([sys.executable, "-c", "print('done')"], tmp_path / "log", (shown := []).append)
+    assert shown == ["done"]
+
+
 def test_a_program_that_does_not_exist(tmp_path):
     with pytest.raises(ChildProcessError, match="Cannot start no-such-program: No such file"):
         run_child(["no-such-program"], tmp_path / "log")

@@ -21,7 +21,6 @@ from transformers.initialization import no_init_weights
 
 from trl_qurl.quantization import SCHEMES
 from trl_qurl.quantization.merging import model_parameters
-from trl_qurl.quantization.uaq import scale_model_
 from trl_qurl.rollout.checks import tensors as checks
 from trl_qurl.rollout.checks.fingerprint import fingerprint
 
@@ -194,23 +193,3 @@ def test_a_colocated_sync_of_7b_takes_1500_launches(name, watch, monkeypatch):
     model = sync(watch, name, is_colocated=True, **SHAPE_7B)
     fingerprint(model)
     assert watch.launches <= 1500
-
-
-def test_smoothing_and_uaq_stay_on_the_device(watch):
-    model = policy()
-    stream = stream_of(model, SCHEMES["int8"], smooths=True)
-    smoothing = stream.smoothing
-    smoothing.collects = True
-    watch.begin()
-    for _, tensor in smoothing.fold(stream.form.convert(model_parameters(model))):
-        assert tensor.is_cuda
-    for source, each in smoothing._sources.items():
-        inputs = torch.empty(4, 256, model.get_submodule(each.layers[0]).in_features, device="cuda")
-        smoothing._record_inputs(source, None, (inputs,))
-    assert watch.waits.total() == 0, watch.waits
-    smoothing.fit(is_shared=False)
-    assert all(scale.is_cuda for scale in smoothing.scales.values())
-    assert watch.waits.total() <= len(smoothing._sources), watch.waits
-    watch.begin()
-    scale_model_(model, 1.5)
-    assert watch.waits.total() == 0 and watch.launches <= 20 * LAYERS, (watch.waits, watch.launches)

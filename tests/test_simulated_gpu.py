@@ -15,7 +15,6 @@ from documents import ROOT
 from simulated_gpu import table, tensors
 from simulated_gpu.cases import ALWAYS, CORNERS, FAULTS, MATRIX, MIXED, runs
 from simulated_gpu.forking import simulate_all
-from simulated_gpu.platform import GPUS
 from torch import nn
 
 from trl_qurl.quantization import SCHEMES
@@ -97,24 +96,6 @@ def test_vllms_own_reload_needs_the_repair(case, kind, part, reports):
 def test_the_page_says_what_was_simulated(reports):
     found = reports if set(ON_THE_PAGE) <= set(reports) else dict(simulate_all(ON_THE_PAGE))
     assert table.read() == table.rows(found), "write it: make simulated"
-
-
-def test_the_page_says_which_formats_are_refused_and_which_a_gpu_ran():
-    formats, mixed = table.read().split("\n\n")
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in formats.splitlines()]
-    names = [cell.strip("`") for cell in rows[0][1:]]
-    assert names == list(SCHEMES)
-    for row, gpus in table.ROWS.items():
-        [cells] = [cells for title, *cells in rows if title == row]
-        ran = {name for name, cell in zip(names, cells, strict=True) if cell == "ran"}
-        assert ran == table.RAN.get(row, set())
-        refused = [name for name, cell in zip(names, cells, strict=True) if cell == "refused"]
-        for gpu in gpus:
-            assert refused == [name for name in names if not SCHEMES[name].runs_on(GPUS[gpu])], gpu
-    cells = [cell.strip() for row in mixed.splitlines()[2:] for cell in row.split("|")[2:-1]]
-    assert cells == [
-        ", ".join(case.gpu for case in cases if runs(case)) for cases in MIXED.values()
-    ]
 
 
 def test_formats_that_a_gpu_ran_are_in_its_stored_log():

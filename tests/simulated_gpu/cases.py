@@ -59,7 +59,6 @@ CORNERS = [
     *WEIGHT_ONLY,
     *(Case("B200", scheme.name, runner="V1") for scheme in FORMATS),
     Case("A100", "w4a16", adapter=True),
-    Case("A100", "fp8", disabled="HummingFP8ScaledMMLinearKernel", is_refused=False),
     *(Case("H100", name, head=True) for name in ("int8", "fp8", "w4a16", "w8a16")),
     *(Case("H100", name, sleeps=True, cache="fp8") for name in ("int8", "fp8_block", "w4a16")),
     *(Case("H100", "fp8", sleeps=True, cache=f"{kind}_per_token_head") for kind in ("int8", "fp8")),
