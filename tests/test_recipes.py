@@ -250,13 +250,6 @@ def my_rewards(tmp_path, monkeypatch):
     return name
 
 
-def test_a_reward_module_with_an_error_is_refused(tmp_path, monkeypatch):
-    (tmp_path / "unfinished_rewards.py").write_text("def length(:")
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ValueError, match="--reward_funcs unfinished_rewards.length .*SyntaxError"):
-        load_rewards(["unfinished_rewards.length"])
-
-
 def test_reward_functions_by_name_and_by_path(my_rewards):
     names = [
         f"{my_rewards}.level_reward",
@@ -270,7 +263,13 @@ def test_reward_functions_by_name_and_by_path(my_rewards):
     assert ours is grading.accuracy_reward and theirs is not ours
     assert think.__name__ == "think_format_reward"
     assert overlong(completion_ids=[[0] * 1024, [0] * 1280]) == [0.0, -1.0], "as with TRL's command"
-    for wrong in ("acuracy_reward", "no_such_module.length", f"{my_rewards}.__name__"):
+    Path("unfinished_rewards.py").write_text("def length(:")
+    for wrong in (
+        "acuracy_reward",
+        "no_such_module.length",
+        f"{my_rewards}.__name__",
+        "unfinished_rewards.length",
+    ):
         with pytest.raises(ValueError, match=rf"--reward_funcs {wrong} .* give the .*path"):
             load_rewards([wrong])
 

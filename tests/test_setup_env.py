@@ -133,9 +133,11 @@ def test_uv_installs_what_the_lock_file_changed_and_leaves_torch_alone(clone):
     versions = {"torch": "2+cpu", "tensors": "1", "engine": "1", "quantizer": "2", "ours": "1"}
     ours = {name: (version, "uv") for name, version in versions.items()} | {"uv": ("2", "pip")}
     assert clone.installed() == ours
+    (clone.packages() / "torch-2+cpu.dist-info" / "INSTALLER").write_text("as before")
     clone.lock("torch==2", "engine==1", "quantizer==3", "uv==2")
     assert "uv failed" not in clone.set_up()
-    assert clone.installed() == ours | {"quantizer": ("3", "uv")}
+    kept = {"torch": ("2+cpu", "as before")}
+    assert clone.installed() == ours | {"quantizer": ("3", "uv")} | kept
     # what Python may not write later
     assert list(clone.packages().glob("__pycache__/quantizer.*.pyc"))
     assert clone.set_up() == ".venv is up to date (cpu profile)\n"
