@@ -267,17 +267,6 @@ def test_a_directory_without_a_model_is_not_taken_for_a_hub_name(tmp_path, monke
         check_model(str(tmp_path))
 
 
-def test_command_line_overrides_file_overrides_recipe(tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_text("model: my/model\nlearning_rate: 3.0e-6\nlora_r: 8\n")
-    arguments = ["--use_cpu", "true", "--bf16", "false", "--output_dir", str(tmp_path)]
-    script, training, model = parse("grpo", [*arguments, "--lora_r", "4", "--config", str(path)])
-    assert script.dataset == "openai/gsm8k"
-    assert (training.learning_rate, training.uaq_scale, model.lora_r) == (3e-6, 1.0, 4)
-    assert training.updates_per_rollout == 4 and model.model_name_or_path == "my/model"
-    assert parse("grpo", [*arguments, "--model", "other"])[2].model_name_or_path == "other"
-
-
 def test_the_rloo_recipe_makes_one_update_per_rollout(tmp_path):
     arguments = ["--use_cpu", "true", "--bf16", "false", "--output_dir", str(tmp_path)]
     _, training, _ = parse("rloo", arguments)

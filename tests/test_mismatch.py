@@ -15,7 +15,7 @@ from benchmarks.large_keys import enlarge_keys
 from trl_qurl import cli
 from trl_qurl.lab.evaluation.scores import Estimate
 from trl_qurl.lab.evaluation.tasks import encode_prompt
-from trl_qurl.lab.mismatch.engines import Answer, score, simulate
+from trl_qurl.lab.mismatch.engines import Answer, score
 from trl_qurl.lab.mismatch.finer import choose_finer, within_kl
 from trl_qurl.lab.mismatch.prompts import BUILT_IN, load_prompts
 from trl_qurl.lab.mismatch.report import Choice, Report, Step
@@ -281,11 +281,6 @@ def test_caches_that_a_cpu_lacks_are_simulated(tmp_path, monkeypatch, capsys):
     assert list(found) == ["fp8", "fp8_per_token_head, simulated", "int8_per_token_head, simulated"]
     eight, whole = (found[f"{name}, simulated"]["kl_k3"]["value"] for name in caches[1:])
     assert 0 < 10 * eight < whole, found
-    answers = [Answer([*range(5, 13)], [*range(20, 60)], [0.0] * 40)]
-    cut_off, scaled = (
-        measure(list(simulate(model.eval(), answers, cache))).kl_k3.value for cache in caches[:2]
-    )
-    assert 0 < 10 * scaled < cut_off, "FP8 with scales of 1 loses what is above 448"
     assert "Cache int8_per_token_head, simulated: " in printed and "8 tokens on average" in printed
 
 

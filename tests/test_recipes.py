@@ -70,10 +70,12 @@ def write(path, **settings):
 def test_recipes_and_variants_are_found_by_name_from_anywhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tis").mkdir()  # a directory of that name is not a settings file
-    mine = write(tmp_path / "mine.yaml", seed=7, objective="naive")
-    _, config, model = parsed("ppo", "--config", "gsm8k_ppo", mine, "tis")
-    assert model.model_name_or_path == "Qwen/Qwen2.5-0.5B-Instruct"
-    assert (config.max_steps, config.seed) == (1740, 7)
+    mine = write(tmp_path / "mine.yaml", seed=7, objective="naive", model="my/model", lora_r=8)
+    files = ["--config", "gsm8k_ppo", mine, "tis"]
+    _, config, model = parsed("ppo", *files, "--lora_r", "4")
+    assert model.model_name_or_path == "my/model"
+    assert (config.max_steps, config.seed, model.lora_r) == (1740, 7, 4)
+    assert parsed("ppo", *files, "--model", "other")[2].model_name_or_path == "other"
     assert config.objective == "tis", "later files override earlier ones"
     assert [*recipes()] == [path.stem for path in (*RECIPES, *VARIANTS, *OWN)]
     assert {path.stem for path in RECIPES} == {*PAPER}

@@ -243,12 +243,10 @@ def test_what_a_user_sets_is_not_set_again(cpu):
 
 @pytest.mark.parametrize("adapters", ["--enable-lora", "--enable_lora"])
 def test_a_server_of_adapters_may_load_new_ones(adapters, monkeypatch, capsys):
-    environments = []
-    monkeypatch.setattr(
-        "os.execve", lambda program, command, environment: environments.append(environment)
-    )
+    started = {}
+    monkeypatch.setattr("os.execve", lambda program, command, given: started.update(given))
     launch.run_server(["python", adapters], {})
-    assert environments[0]["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+    assert started["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
     assert "compiling" in capsys.readouterr().out
     launch.run_server(["python", "--enforce-eager"], {})
     assert "compiling" not in capsys.readouterr().out
