@@ -96,59 +96,26 @@ def line():
 
 
 def getitem(tensor, index):
-    """`tensor[index]` by operators, for slices, `None`, numbers, and `...` before them."""
-    index = list(index) if isinstance(index, tuple) else [index]
-    if Ellipsis in index:
-        at = index.index(Ellipsis)
-        index[at : at + 1] = [slice(None)] * (
-            tensor.dim() - sum(each is not None for each in index) + 1
-        )
-    dim = 0
-    for each in index:
-        if isinstance(each, int):
-            tensor = tensor.select(dim, each)
-            continue
+    """`tensor[index]` by operators, for slices and `None`."""
+    index = index if isinstance(index, tuple) else (index,)
+    for dim, each in enumerate(index):
         if each is None:
             tensor = tensor.unsqueeze(dim)
         elif each != slice(None):
             tensor = torch.ops.aten.slice.Tensor(tensor, dim, *each.indices(tensor.shape[dim]))
-        dim += 1
     return tensor
-
-
-def copy_(tensor, source):
-    """`tensor.copy_(source)` without autograd, which guards the device."""
-    with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.aten.copy_(tensor, source)
 
 
 @pytest.fixture
 def watch(monkeypatch):
-    watch, ones = (
-        Watch(),
-        lambda shape, value: [ones(shape[1:], value) for _ in range(shape[0])] if shape else value,
-    )
     # These reach a device guard, which a build without CUDA has not, before any operator.
-    for name, kind in {
-        "item": lambda x: x,
-        "__float__": float,
-        "__int__": int,
-        "__bool__": bool,
+    for name, double in {
+        "__getitem__": getitem,
+        "new_tensor": lambda x, data, dtype=None: x.new_zeros(len(data), dtype=dtype),
+        "numpy": lambda x: memoryview(b""),
     }.items():
-        monkeypatch.setattr(
-            FakeTensor, name, lambda x, kind=kind: kind(watch.scalar(x)), raising=False
-        )
-    monkeypatch.setattr(FakeTensor, "__getitem__", getitem, raising=False)
-    monkeypatch.setattr(
-        FakeTensor, "tolist", lambda x: ones(tuple(x.shape), watch.scalar(x)), raising=False
-    )
-    new_tensor = lambda x, data, dtype=None: x.new_zeros(len(data), dtype=dtype)  # noqa: E731
-    monkeypatch.setattr(FakeTensor, "new_tensor", new_tensor, raising=False)
-    monkeypatch.setattr(FakeTensor, "copy_", copy_, raising=False)
-    monkeypatch.setattr(FakeTensor, "numpy", lambda x: b"", raising=False)
-    for scheme in SCHEMES.values():  # its samples are real tensors, or would be fake ones forever
-        scheme.layout(torch.empty(128, 256, device="meta"))
-    with FakeTensorMode(allow_non_fake_inputs=True), watch:
+        monkeypatch.setattr(FakeTensor, name, double, raising=False)
+    with FakeTensorMode(allow_non_fake_inputs=True), Watch() as watch:
         yield watch
 
 
@@ -188,8 +155,7 @@ def test_a_checked_sync_stays_on_the_device_and_takes_few_launches(name, watch):
 
 
 @pytest.mark.parametrize("name", ["int8", "fp8"])
-def test_a_colocated_sync_of_7b_takes_1500_launches(name, watch, monkeypatch):
-    monkeypatch.setattr(FakeTensor, "numpy", lambda x: memoryview(b""))
+def test_a_colocated_sync_of_7b_takes_1500_launches(name, watch):
     model = sync(watch, name, is_colocated=True, **SHAPE_7B)
     fingerprint(model)
     assert watch.launches <= 1500
