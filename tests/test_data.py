@@ -62,11 +62,9 @@ def test_a_line_says_what_cannot_be_compared_as_mathematics(tmp_path, monkeypatc
     counts = "5 answers are compared as mathematics, 1 as text; no form is known for "
     example = "2, such as $C#$: only the same text is right"
     assert describe_solutions(solutions) == f"{counts}{example}."
-    assert describe_solutions(["$1$", "$x$"]).endswith("0 as text; no form is known for 0.")
+    assert describe_solutions(["$1$", "$x$"]).endswith(" 0 as text.")
     monkeypatch.setattr(data, "CHECKED", 2)
     assert describe_solutions(solutions) == f"{counts}{example} (of the first 2 formulas)."
-    monkeypatch.setattr(data, "CHECKED", 1)
-    assert describe_solutions(solutions) == f"{counts}0 (of the first 1 formulas)."
 
 
 def refused(path, **options):

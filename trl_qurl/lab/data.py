@@ -137,14 +137,12 @@ def describe_solutions(solutions: Sequence[str]) -> str:
         for formula in formulas[:CHECKED]
         if all(isinstance(form, str) for form in parse(formula))  # it returns the text as well
     ]
-    line = (
-        f"{len(solutions) - texts} answers are compared as mathematics, {texts} as text; no form "
-        f"is known for {sum(solution in unread for solution in solutions)}"
-    )
+    line = f"{len(solutions) - texts} answers are compared as mathematics, {texts} as text"
     if unread:
-        line += f", such as {unread[0]}: only the same text is right"
-    if len(formulas) > CHECKED:
-        line += f" (of the first {CHECKED} formulas)"
+        count = sum(solution in unread for solution in solutions)
+        line += f"; no form is known for {count}, such as {unread[0]}: only the same text is right"
+        if len(formulas) > CHECKED:
+            line += f" (of the first {CHECKED} formulas)"
     return f"{line}."
 
 
