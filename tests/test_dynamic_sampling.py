@@ -182,10 +182,9 @@ def test_rows_that_share_a_prompt_are_other_questions(accelerator):
     batch = [levels[number] for number in (1, 2, 3) for _ in range(GROUP_SIZE)]
     filled = policy.fill(batch)
     assert filled.metrics["dynamic_sampling/filled_share"] == 1
-    assert all(number % 3 == 0 for number in group_numbers(filled))
-    tried = {row_digest(levels[1]), row_digest(levels[3])}
-    left = [row["number"] for row, _ in PromptStream(levels, seed=0).draw(99, COLUMNS, tried)]
-    assert sorted(left) == [0, 2, *range(4, 12)], "rows that are equal are one question"
+    numbers = group_numbers(filled)
+    assert all(number % 3 == 0 for number in numbers)
+    assert len({*numbers}) == 3, "rows that are equal are one question"
 
 
 def test_columns_that_trl_removes_tell_no_rows_apart():

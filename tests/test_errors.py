@@ -322,23 +322,25 @@ def test_server_that_cannot_load_weights(error):
         server.client().init_communicator("cpu")
 
 
-@pytest.mark.parametrize("transfer", [{"backend": "nccl"}, None])
-def test_server_with_nccl_is_recognized(transfer):
+NCCL = {"backend": "nccl"}
+
+
+@pytest.mark.parametrize(
+    ("transfer", "server_gpu", "obstacle"),
+    [
+        (NCCL, "GPU-2", ""),
+        (NCCL, None, ""),
+        (NCCL, "GPU-1", "the trainer's GPU"),
+        (None, "GPU-2", "--weight-transfer-config"),
+    ],
+)
+def test_why_weights_are_not_streamed(transfer, server_gpu, obstacle, monkeypatch):
+    monkeypatch.setattr(wire, "gpu_uuid", lambda: server_gpu and "GPU-1")
+    monkeypatch.setattr(worker, "gpu_uuid", lambda: server_gpu)
     server = FakeServer()
     server.config["weight_transfer_config"] = transfer
     client = server.client()
     client.init_communicator()
-    assert ("--weight-transfer-config" in (client.stream_obstacle or "")) == (transfer is None)
+    found = client.stream_obstacle or ""
+    assert obstacle in found and bool(obstacle) == bool(found)
     assert "/server_info" not in server.asked, "it takes vLLM seconds"
-
-
-@pytest.mark.parametrize("server_gpu", ["GPU-1", "GPU-2", None])
-def test_nccl_is_not_used_on_one_gpu(server_gpu, monkeypatch):
-    monkeypatch.setattr(wire, "gpu_uuid", lambda: server_gpu and "GPU-1")
-    monkeypatch.setattr(worker, "gpu_uuid", lambda: server_gpu)
-    server = FakeServer()
-    server.config["weight_transfer_config"] = {"backend": "nccl"}
-    client = server.client()
-    client.init_communicator()
-    obstacle = client.stream_obstacle or ""
-    assert ("the trainer's GPU" in obstacle) == (server_gpu == "GPU-1")

@@ -2,7 +2,6 @@
 then.
 """
 
-import json
 import math
 
 import pytest
@@ -287,8 +286,8 @@ def test_a_stop_leaves_a_checkpoint_that_resumes_in_16_bits(train, tmp_path):
     stop |= {"rollout_quantization": "w4a16", "mismatch_guard_kl": 1e-9}
     resume = stop | UNQUANTIZED | {"mismatch_guard_kl": 0.1, "max_steps": 4}
     stopped, resumed = train(
-        [tmp_path / "stop", "--rloo", "--config", json.dumps(stop)],
-        [tmp_path / "on", "--rloo", "--config", json.dumps(resume), "--resume", checkpoint],
+        [tmp_path / "stop", "--rloo", stop],
+        [tmp_path / "on", "--rloo", resume, "--resume", checkpoint],
     )
     assert rollouts(stopped, "mismatch/guard") == [1]
     assert [path.name for path in (tmp_path / "stop").glob("checkpoint-*")] == ["checkpoint-1"]
@@ -301,28 +300,6 @@ def test_a_stop_leaves_a_checkpoint_that_resumes_in_16_bits(train, tmp_path):
 
 def rollouts(record, metric):
     return [row[metric] for row in record["history"] if "reward" in row]
-
-
-PLANTED = {
-    "a sync is skipped": (KL, module.FUNCTION),
-    "other weights from the start": (KL, module.FUNCTION),
-    "structured outputs": (RATIO, module.SAMPLING),
-}
-
-
-@pytest.mark.vllm
-@pytest.mark.xdist_group("guard")
-@needs_avx512
-@pytest.mark.parametrize("kind", ["GRPO", pytest.param("RLOO", marks=pytest.mark.slow)])
-def test_planted_faults_are_found_and_told_apart(run_scenario, tmp_path, kind):
-    record = run_scenario("planted.py", tmp_path, kind)
-    assert record["training"]["guard"] == [0, 0, 0]
-    for healthy in ("training", "evaluation", "synced again"):
-        assert not record[healthy]["warnings"], healthy
-    for fault, (metric, advice) in PLANTED.items():
-        [warning] = record[fault]["warnings"]
-        assert metric in warning and advice in warning, fault
-        assert record[fault]["mismatch/guard"] == 1
 
 
 # Stored runs

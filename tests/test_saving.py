@@ -322,7 +322,6 @@ def test_an_adapter_is_merged_where_that_is_asked_for_or_the_base_is_another(cho
     ("formats", "path", "choice", "error", "named"),
     [
         ("w4a16", ".", {}, FileExistsError, "thesis.*would be replaced.*not a quantized"),
-        ("w4a16", "new", {"formats": "int4"}, ValueError, "'int4'.*'int8', 'fp8'"),
         ("w4a16", "new", {"formats": {}}, ValueError, "formats is {}.*one of int8"),
         ("w4a16", "new", {"ignore": ["re:.*"]}, ValueError, r"re:\.\*.*narrow the patterns"),
         (None, "new", {}, ValueError, "formats is None.*int8, fp8"),
