@@ -7,8 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tiny import tiny_model
 
 from trl_qurl.lab.activations import round_activations
+from trl_qurl.lab.bench import trial
+from trl_qurl.lab.bench.plan import Job, Load
 from trl_qurl.lab.comparison import candidates
 from trl_qurl.quantization import SCHEMES
 from trl_qurl.quantization.formats import TOKEN_CACHES
@@ -170,28 +173,11 @@ def test_caches_with_scales_per_token_are_for_gpus_alone():
 
 
 def test_bench_trains_in_the_sixteen_bits_of_the_gpu(monkeypatch, tmp_path):
-    from tiny import tiny_model
-
-    from trl_qurl import cli
-    from trl_qurl.lab.bench import run, trial
-
-    jobs = {}
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (7, 5))
-    monkeypatch.setattr(hardware, "gpu_capability", lambda: (7, 5))
+    monkeypatch.setattr(trial, "full_precision", lambda: ("FP16", "float16"))
     monkeypatch.setattr(trial, "cpu_settings", dict)
     monkeypatch.setattr("trl_qurl.QuRLGRPOConfig", lambda directory, **settings: settings)
     monkeypatch.setattr("trl_qurl.QuRLGRPOTrainer", lambda *given, **more: given[2])
-    monkeypatch.setattr(run, "measure", lambda result, made, *limits: jobs.update(made))
-    monkeypatch.chdir(tmp_path)
-    tiny_model().config.save_pretrained("model")
-    with monkeypatch.context() as gpu:
-        gpu.setattr("torch.cuda.is_available", lambda: True)
-        gpu.setattr(
-            "torch.cuda.get_device_properties", lambda index: SimpleNamespace(total_memory=10**10)
-        )
-        small = ["--prompt-len", "8", "--completion-len", "8"]
-        assert cli.main(["bench", "model", "--scheme", "int8", *small]) == 1, "nothing measured"
-    monkeypatch.setattr(trial, "full_precision", lambda: ("FP16", "float16"))
-    settings = trial.build_trainer(jobs["int8"], "output")
+    tiny_model().config.save_pretrained(tmp_path)
+    job = Job(str(tmp_path), Load(), False, [], "int8", {})
+    settings = trial.build_trainer(job, "output")
     assert settings["fp16"] and not settings["bf16"]
-    assert settings["vllm_engine_kwargs"]["dtype"] == "float16"
