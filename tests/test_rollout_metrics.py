@@ -44,9 +44,8 @@ def test_contradicted_tokens_by_hand():
     # only. The second is at e^-1.9, the engine is not sure of the third, the fourth is padding.
     behavior = torch.tensor([[-0.6, -0.6, -0.7, -0.6]])
     proximal = behavior + torch.tensor([[-2.1, -1.9, -5.0, -5.0]])
-    metrics = mismatch_metrics(
-        *mismatch_sums(proximal, behavior, torch.tensor([[1, 1, 1, 0]]), cap=2.0)
-    )
+    mask = torch.tensor([[1, 1, 1, 0]])
+    metrics = mismatch_metrics(*mismatch_sums(proximal, behavior, mask, cap=2.0))
     assert metrics["mismatch/contradicted_share"] == pytest.approx(1 / 3)
 
 

@@ -53,10 +53,7 @@ def test_rows_and_settings_are_read_as_written(tmp_path):
 SECRETS = {
     "hub_token": "s3cr3t",
     "run_name": "https://user:s3cr3t@host",
-    "vllm_server_base_url": "https://host/x?b=1&token=s3cr3t",
     "vllm_engine_kwargs": {"hf_token": "s3cr3t"},
-    "model_init_kwargs": '{"token": "s3cr3t"}',
-    "report_to": ["--api-key", "s3cr3t"],
 }
 """Settings in which people have them: by a name, by a form, or by neither."""
 
