@@ -100,24 +100,6 @@ def test_routers_are_not_quantized(family):
         assert any(_matches(pattern, name) for pattern in ignored_modules(model, [])), name
 
 
-def test_projections_are_not_mistaken_for_routers():
-    names = [
-        "model.layers.0.mlp.gate_proj",
-        "model.layers.0.mlp.experts.0.gate_proj",
-        "a.shared_expert.up_proj",
-    ]
-    for family in MIXTURES:
-        patterns = ignored_modules(tiny_mixture(family), [])
-        assert not [name for name in names for pattern in patterns if _matches(pattern, name)]
-
-
-def test_patterns_reach_experts():
-    model = tiny_mixture("mixtral")
-    assert not [name for name in layers_of(model, SIXTEEN_BIT_EXPERTS) if "experts" in name]
-    some = layers_of(model, ["lm_head", r"re:.*layers\.1\..*experts\."])
-    assert {name.split(".")[2] for name in some if "experts" in name} == {"0"}
-
-
 def test_a_format_without_a_kernel_for_this_cpu_is_refused_and_an_inexact_one_named(
     monkeypatch, caplog
 ):

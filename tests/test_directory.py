@@ -35,13 +35,6 @@ weakref.finalize(wait, wait)  # runs before the directory's, as that of an engin
 """
 
 
-def test_it_is_private_to_its_user(tmp_path):
-    directory = PrivateDirectory(str(tmp_path), 0)
-    assert stat.S_IMODE(directory.path.stat().st_mode) == 0o700
-    assert stat.S_IMODE(directory.path.parent.stat().st_mode) == 0o700
-    assert directory.path.parent.parent == tmp_path
-
-
 def test_it_is_removed_with_its_object_or_before(tmp_path):
     directory = PrivateDirectory(str(tmp_path), 0)
     (directory.path / "file").write_text("weights")

@@ -166,13 +166,6 @@ def test_a_stream_goes_on_where_it_was_left():
     assert second[15:] != first[:30], "each order is another one"
 
 
-def test_a_stream_leaves_out_what_was_tried():
-    tried = {row_digest(row) for row in ROWS if row["number"] >= 5}
-    stream = PromptStream(ROWS, seed=0)
-    assert sorted(row["number"] for row, _ in stream.draw(10, COLUMNS, tried)) == [0, 1, 2, 3, 4]
-    assert stream.draw(1, COLUMNS, tried) == [], "what was drawn counts as tried"
-
-
 def test_rows_that_share_a_prompt_are_other_questions(accelerator):
     """Games: the levels differ, the prompt does not; and some rows are equal in all columns."""
     levels = [{"prompt": "Play.", "number": number} for number in range(12)] + [

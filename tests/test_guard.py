@@ -306,23 +306,16 @@ def rollouts(record, metric):
 # --------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def groups():
-    return guard_benchmark.replay_all(guard_benchmark.RESULTS, guard_benchmark.REAL_RESULTS)
-
-
-def test_no_healthy_run_of_the_study_raises_an_alarm(groups):
+def test_stored_runs_raise_an_alarm_if_they_were_harmed_and_only_then():
+    groups = guard_benchmark.replay_all(guard_benchmark.RESULTS, guard_benchmark.REAL_RESULTS)
     healthy = [group for group in groups if group.expected == guard_benchmark.HEALTHY]
     assert sum(len(group.first_alarms) for group in healthy) >= 213
-    assert not {f"{group.experiment}/{group.arm}" for group in healthy if any(group.first_alarms)}
+    assert not guard_benchmark.alarms(healthy)
     # The distance from each threshold is at least a tenth of it.
     for group in healthy:
         assert group.farthest[KL] < 0.06
         assert group.farthest[TAIL] < 0.009
         assert group.farthest[ESS] > 0.865
-
-
-def test_harmed_runs_of_the_study_raise_an_alarm(groups):
     kinds = (guard_benchmark.COLLAPSING, guard_benchmark.HARMED)
     harmed = [group for group in groups if group.expected in kinds]
     assert sum(len(group.first_alarms) for group in harmed) >= 225

@@ -28,7 +28,6 @@ from trl_qurl.quantization import (
     SCHEMES,
     checkpoint,
     get_scheme,
-    make_plan,
     write_checkpoint,
 )
 from trl_qurl.quantization.merging import model_parameters
@@ -210,38 +209,9 @@ def test_cuda_rounds_to_the_same_bits(scheme, dtype, monkeypatch):
     assert_same_bits(on_cuda, expected)
 
 
-def test_tensors_that_stay_as_they_are_are_not_copied():
-    model = tiny_model()
-    layers = layers_of(model)
-    streamed = dict(stream_of(model, INT8).tensors(model_parameters(model)))
-    for name, tensor in model.named_parameters():
-        if name.removesuffix(".weight") not in layers:
-            assert streamed[name].data_ptr() == tensor.data_ptr()
-
-
 def test_a_head_that_is_tied_is_refused():
     with pytest.raises(ValueError, match="lm_head .*quantization_ignore"):
         layers_of(tiny_model(), [])
-
-
-def test_a_head_is_refused_in_blocks():
-    model = tiny_model(tie_word_embeddings=False, vocab_size=128, **WHOLE_BLOCKS)
-    layers_of(model, [], INT8)
-    with pytest.raises(ValueError, match=r"lm_head: vLLM .* add 're:\.\*lm_head'"):
-        layers_of(model, [], FP8_BLOCK)
-
-
-@pytest.mark.parametrize(
-    ("ignore", "targets"),
-    [
-        (["re:.*lm_head"], ["Linear"]),
-        ([], ["Linear", "re:.*lm_head$"]),
-        (["re:.*down_proj"], ["Linear", "re:.*lm_head$"]),
-    ],
-)
-def test_vllm_is_told_of_a_quantized_head_by_its_name(ignore, targets):
-    config = make_plan(tiny_model(tie_word_embeddings=False), "int8", ignore).quantization_config()
-    assert config["config_groups"]["group_0"]["targets"] == targets
 
 
 # Against llm-compressor

@@ -135,15 +135,6 @@ def test_a_damaged_line_is_refused_and_does_not_stop_a_resume(damage, tmp_path):
     assert read_run(path).series("reward") == [(3, 0.3), (4, 0.7)]
 
 
-@pytest.mark.parametrize(
-    "content", ["", '{"step": 1}\n', '{"settings": {}}\nnonsense\n{"step": 1}\n']
-)
-def test_other_files_are_refused(content, tmp_path):
-    (tmp_path / RUN_LOG).write_text(content)
-    with pytest.raises(ValueError, match=f"{RUN_LOG} is not a run log, or is damaged"):
-        read_run(tmp_path)
-
-
 def test_half_a_gzipped_log_is_refused(tmp_path, capsys):
     write(tmp_path / RUN_LOG, [{"step": step} for step in range(200)])
     path = tmp_path / "run.jsonl.gz"

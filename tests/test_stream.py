@@ -510,7 +510,7 @@ def test_a_worker_says_how_its_model_is_quantized(client, server):
     [
         ("auto", CUDA, None, False, "stream", "NCCL"),
         ("auto", CUDA, None, True, "checkpoint", "sharded"),
-        ("auto", CUDA, "a reason", False, "checkpoint", "a reason"),
+        ("auto", CUDA, "a reason", True, "checkpoint", "a reason"),
         ("auto", CPU, None, False, "checkpoint", "'cpu'"),
         ("llmcompressor", CUDA, None, False, "llmcompressor", "weight_sync='llmcompressor'"),
         ("stream", CUDA, None, True, "stream", "weight_sync='stream'"),

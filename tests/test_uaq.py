@@ -181,15 +181,6 @@ def trainer(model, folder, callback):
     )
 
 
-def test_callback_acts_when_the_trainer_is_built(tmp_path):
-    model = dense_model("qwen2")
-    start = parameters(model)
-    trainer(model, tmp_path, UpdateAwareQuantizationCallback(scale=1.5))
-    assert recorded_scale(model) == 1.5
-    weight = "model.layers.0.self_attn.q_proj.weight"
-    assert torch.equal(model.get_parameter(weight), start[weight] / 1.5)
-
-
 def test_resuming_does_not_scale_again(tmp_path):
     start = dense_model("qwen2")
     callback = UpdateAwareQuantizationCallback(1.5)
