@@ -55,6 +55,8 @@ COLOCATED = {
 }
 CORNERS = {
     "int8, LoRA, untied head": [CHECKED, *LORA, *UNTIED],
+    "int8, checkpoint per step, LoRA, untied head": [FILES, *LORA, *UNTIED],
+    "int8, llm-compressor per step, LoRA, untied head": [COMPRESSOR, *LORA, *UNTIED],
     "w4a16, LoRA on values": [W4A16, "--lora", "--lora-targets", "v_proj"],
     "int8, with the head": [CHECKED | {"quantization_ignore": []}, *UNTIED],
     "w4a16, with the head": [CHECKED | W4A16 | {"quantization_ignore": []}, *UNTIED],
@@ -159,16 +161,3 @@ def test_server_holds_the_trained_weights(case, served, on_server, tmp_path):
     assert_holds(case, SERVED[case], *served[case])
     left = Path(on_server["rollout_checkpoint_dir"]).glob("trl-qurl-*/[0-9]")
     assert not [*left], "checkpoints were left"
-
-
-@pytest.mark.xdist_group("server")
-@pytest.mark.parametrize(
-    ("formats", "difference"),
-    [
-        (DOWN_IN_4_BITS, r"down_proj.weight_scale \(w4a16, shape .* here and int8, .* there\)"),
-        ({"re:.*o_proj": "none", "*": "int8"}, r"o_proj.weight_scale \(none here and int8, "),
-    ],
-)
-def test_server_in_other_formats_is_refused(formats, difference, on_server, train, tmp_path):
-    with pytest.raises(AssertionError, match=rf"first model.layers.0.\S+{difference}"):
-        train([tmp_path / "out", on_server | {"rollout_quantization": formats}])
