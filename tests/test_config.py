@@ -9,6 +9,7 @@ import re
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
@@ -27,6 +28,7 @@ from trl_qurl.config.checks.names import OLD_NAMES
 from trl_qurl.config.checks.values import COUNT, POSITIVE, SHARE
 from trl_qurl.config.rollout import QuantizedRolloutsConfig
 from trl_qurl.quantization.formats import TOKEN_CACHES
+from trl_qurl.trainers.engine import QuantizedEngineMixin
 
 OF_ROLLOUTS = {
     "rollout_quantization": "int8",
@@ -252,6 +254,13 @@ FITTING = [
     {"objective": "tis", "beta": 0.1, "delta": 4.0},
     {"vllm_engine_kwargs": {"enforce_eager": True, "kv_cache_dtype": "fp8"}},
     {"vllm_engine_kwargs": None},
+    # sampling settings that the trainer follows, or that change no distribution
+    {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "temperature": 0.7},
+    {"generation_kwargs": {"temperature": 1.0, "presence_penalty": 0.0, "bad_words": []}},
+    {"generation_kwargs": {"include_stop_str_in_output": True, "ignore_eos": True}},
+    {"top_k": 20, "min_p": 0.05, "top_p": 0.9, "max_completion_length": None},
+    {"generation_kwargs": {"structured_outputs": {"regex": "a"}}},
+    {"repetition_penalty": 1.1, "generation_kwargs": {"repetition_penalty": 1.0, "top_p": 0.8}},
 ]
 
 
@@ -302,7 +311,56 @@ def test_a_correction_of_trls_that_is_written_out_is_trls(settings):
     assert settings.items() <= vars(given).items()
 
 
-# The command line and YAML
+# Sampling settings that make the ratio wrong, or cannot train
+# --------------------------------------------------------------------------------------------------
+
+# Settings, and what the warning begins with.
+NAMED = [
+    ({"top_k": 20, "repetition_penalty": 1.1}, "repetition_penalty=1.1: "),
+    ({"generation_kwargs": '{"min_tokens": 2}'}, "generation_kwargs['min_tokens']=2: "),
+]
+OVERRIDES = {
+    "temperature": 0.5,
+    "logit_bias": {20: 4.0},
+    "of_a_later_vllm": 1,
+}
+NAMED += [
+    (
+        {"repetition_penalty": 1.1, "generation_kwargs": {name: value}},
+        f"repetition_penalty=1.1, generation_kwargs[{name!r}]={value}: ",
+    )
+    for name, value in OVERRIDES.items()
+]
+
+
+@pytest.mark.parametrize(("settings", "named"), NAMED, ids=json.dumps)
+def test_sampling_settings_are_named_with_the_way_out(settings, named):
+    _, message = warned(**settings)
+    assert message.startswith(named)
+    assert "Set repetition_penalty=1.0, also in generation_kwargs" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "way_out"),
+    [
+        ("n", 2, "num_generations"),
+        ("seed", 0, "seed setting"),
+        ("logprobs", 3, "Remove it"),
+    ],
+)
+def test_parameters_that_cannot_work_are_refused(name, value, way_out):
+    message = refusal(generation_kwargs={name: value})
+    assert f"generation_kwargs sets {name}={value}" in message and way_out in message
+
+
+def test_a_trainer_that_does_not_score_its_rollouts_does_not_follow():
+    args = QuRLGRPOConfig("out", **PLAIN | SEVERAL_UPDATES, top_p=0.9)
+    trainer = SimpleNamespace(args=args)
+    with pytest.warns(UserWarning, match="top_p=0.9: .*because SimpleNamespace computes them"):
+        assert QuantizedEngineMixin._count_listed(trainer) == 0
+
+
+# The command line
 # --------------------------------------------------------------------------------------------------
 
 COMMAND_LINE = "--output_dir out --use_cpu true --bf16 false --report_to none"
