@@ -1,20 +1,11 @@
 """Adapters that are sent alone to a real `trl-qurl serve --enable-lora`."""
 
-import functools
-import re
-import subprocess
-import time
-
 import pytest
-import requests
-from conftest import child_environment, free_port, kill_group, needs_avx512
-from documents import ROOT
+from conftest import needs_avx512
 from peft import LoraConfig
 from support.deployment import Deployment, at_step, history, interrupt, recoveries
 from support.training import MOVED, SAME
-from tiny import PROBE, tiny_model
-
-from trl_qurl.rollout.errors import SyncError
+from tiny import PROBE
 
 pytestmark = [pytest.mark.vllm, needs_avx512, pytest.mark.xdist_group("adapter server")]
 
@@ -72,15 +63,6 @@ def test_it_holds_the_trained_adapter(trainer, run_scenario, tmp_path):
     assert max(kl[1]) < min(max(kl[0]), 1e-4)
 
 
-@pytest.mark.parametrize("settings", [{}, {"round_base": True}], ids=["exact", "rounded"])
-def test_another_base_is_refused_before_anything_is_sent(settings, trainer, deployment):
-    other = trainer(model=tiny_model(seed=1), **settings)
-    with pytest.raises(SyncError, match=r"has a different base .*of 54 tensors, 40 different"):
-        other.train()
-    assert other.state.global_step == 0
-    trainer(max_steps=1).train()  # a run with the right one continues
-
-
 def test_a_server_that_restarts_gets_the_adapter_again(trainer, deployment, monkeypatch):
     undisturbed = trainer()
     undisturbed.train()
@@ -98,61 +80,3 @@ def test_a_server_that_restarts_gets_the_adapter_again(trainer, deployment, monk
     assert recoveries(disturbed) == 1 and len(checked) == 1
     assert history(disturbed) == history(undisturbed)
     assert generation.sync.route.engine.version() == generation.sync.version
-
-
-@pytest.mark.slow  # recovery is tested above, interrupted transfers in test_faults.py
-def test_a_server_that_dies_while_loading_gets_the_adapter_again(trainer, deployment):
-    run = trainer()
-    client = run.vllm_generation.vllm_client
-    run.add_callback(
-        at_step(2, functools.partial(interrupt, client, "load_adapter", deployment.lose))
-    )
-    run.train()
-    assert recoveries(run) == 1 and run.state.global_step == 4
-
-
-@pytest.mark.slow
-def test_the_documented_options_serve_the_policy(trainer, warm_python, tmp_path):
-    run = trainer()
-    run.vllm_generation.sync_weights()
-    run.save_quantized(tmp_path / "saved")
-    page = (ROOT / "docs" / "after-training.md").read_text()
-    command = re.search(r"`vllm serve (DIR --enable-lora [^`]+)`", page)[1]
-    words = command.replace("DIR", "saved").split()
-    port = free_port()
-    # vLLM's CPU build has no command `vllm`.
-    command = [
-        warm_python,
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--model",
-        *words,
-        "--port",
-        str(port),
-    ]
-    command += ["--kv-cache-memory-bytes", "64M", "--enforce-eager", "--max-model-len", "64"]
-    without_key = {
-        name: value for name, value in child_environment().items() if name != "VLLM_API_KEY"
-    }
-    with (tmp_path / "log").open("w") as log:
-        server = subprocess.Popen(
-            command, cwd=tmp_path, env=without_key, stdout=log, stderr=log, process_group=0
-        )
-    try:
-        asked = {"model": "policy", "prompt": PROBE, "max_tokens": 1, "echo": True, "logprobs": 0}
-        deadline = time.monotonic() + 120
-        while True:
-            assert server.poll() is None and time.monotonic() < deadline, (
-                tmp_path / "log"
-            ).read_text()[-3000:]
-            try:
-                answer = requests.post(
-                    f"http://127.0.0.1:{port}/v1/completions", json=asked, timeout=60
-                )
-                break
-            except requests.ConnectionError:
-                time.sleep(0.5)
-        served = answer.json()["choices"][0]["logprobs"]["token_logprobs"][1 : len(PROBE)]
-        assert served == pytest.approx(probe(run), abs=SAME)
-    finally:
-        kill_group(server)

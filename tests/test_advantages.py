@@ -60,58 +60,10 @@ def test_gae_equals_its_definition_on_random_batches(B, T, gamma, lam, dense, se
     torch.testing.assert_close(seen.returns, expected[1])
 
 
-@pytest.mark.parametrize(
-    ("case", "mask", "bootstrap", "gamma", "lam", "advantages", "returns"),
-    [
-        # Reward 1 at the end; values .5, .6, .8.
-        (
-            "γ = λ = 1: reward minus value",
-            [1, 1, 1],
-            0.0,
-            1.0,
-            1.0,
-            [0.5, 0.4, 0.2],
-            [1.0, 1.0, 1.0],
-        ),
-        # δ = .5·.6−.5, .5·.8−.6, 1−.8 = −.2, −.2, .2; γλ = .25.
-        ("γ = λ = .5", [1, 1, 1], 0.0, 0.5, 0.5, [-0.2375, -0.15, 0.2], [0.2625, 0.45, 1.0]),
-        (
-            "cut: the value after the last token counts",
-            [1, 1, 1],
-            0.3,
-            1.0,
-            1.0,
-            [0.8, 0.7, 0.5],
-            [1.3, 1.3, 1.3],
-        ),
-        (
-            "a tool's token between: no time passes",
-            [1, 0, 1],
-            0.0,
-            0.5,
-            1.0,
-            [0.0, 0.0, 0.2],
-            [0.5, 0.0, 1.0],
-        ),
-        (
-            "padding behind: the reward moves forward",
-            [1, 1, 0],
-            0.0,
-            1.0,
-            1.0,
-            [0.5, 0.4, 0.0],
-            [1.0, 1.0, 0.0],
-        ),
-    ],
-)
-def test_gae_by_hand(case, mask, bootstrap, gamma, lam, advantages, returns):
-    mask = torch.tensor([mask])
-    rewards = token_rewards(torch.tensor([1.0]), mask)
-    seen = generalized_advantages(
-        rewards, torch.tensor([[0.5, 0.6, 0.8]]), torch.tensor([bootstrap]), mask, gamma, lam
-    )
-    torch.testing.assert_close(seen.advantages, torch.tensor([advantages]))
-    torch.testing.assert_close(seen.returns, torch.tensor([returns]))
+def test_a_reward_comes_with_the_last_token_that_is_learned():
+    mask = torch.tensor([[1, 1, 0], [1, 0, 1], [0, 0, 0]])
+    rewards = token_rewards(torch.tensor([1.0, 2.0, 3.0]), mask)
+    assert rewards.tolist() == [[0, 1, 0], [0, 0, 2], [0, 0, 0]]
 
 
 def test_whitened_is_mean_0_and_variance_1_over_the_mask():
@@ -125,13 +77,10 @@ def test_whitened_is_mean_0_and_variance_1_over_the_mask():
 
 
 def test_whitening_survives_what_has_no_spread():
-    mask = torch.tensor([[True, True, False]])
     alike = torch.tensor([[0.7, 0.7, 9.0]])
-    assert torch.equal(whiten(alike, mask, masked_moments(alike, mask)), torch.zeros(1, 3))
-    single = torch.tensor([[True, False, False]])
-    assert torch.equal(whiten(alike, single, masked_moments(alike, single)), torch.zeros(1, 3))
-    nothing = torch.zeros(1, 3, dtype=torch.bool)
-    assert torch.equal(whiten(alike, nothing, masked_moments(alike, nothing)), torch.zeros(1, 3))
+    for learned in ([1, 1, 0], [1, 0, 0], [0, 0, 0]):
+        mask = torch.tensor([learned]).bool()
+        assert not whiten(alike, mask, masked_moments(alike, mask)).any()
 
 
 def test_two_processes_compute_what_one_does_with_the_whole_batch(run_scenario):
@@ -143,21 +92,6 @@ def test_two_processes_compute_what_one_does_with_the_whole_batch(run_scenario):
     torch.testing.assert_close(torch.tensor(record["whitened"]), expected)
     assert record["explained_variance"] == pytest.approx(
         explained_variance(tensor, tensor + expected, mask), rel=1e-5
-    )
-
-
-@pytest.mark.parametrize("clip_range", [None, 0.3])
-def test_value_gradients(clip_range):
-    torch.manual_seed(0)
-    values = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
-    old_values, returns = (
-        values.detach() + 0.4 * torch.randn(4, 5),
-        torch.randn(4, 5, dtype=torch.float64),
-    )
-    if clip_range:
-        assert 0 < value_loss(values, old_values, returns, clip_range).clipped.float().mean() < 1
-    assert torch.autograd.gradcheck(
-        lambda v: value_loss(v, old_values, returns, clip_range).loss, values
     )
 
 

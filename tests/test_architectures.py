@@ -2,6 +2,8 @@
 checked.
 """
 
+import functools
+
 import pytest
 from conftest import needs_vnni, vllm_server
 from tiny import SIXTEEN_BIT_EXPERTS, save_tiny, tiny_mixture
@@ -96,21 +98,20 @@ def test_prompts_have_one_placeholder_per_image(family):
     image = {"type": "image", "image": picture()}
     # as ids, the first begins the last
     parts = ([image, "a"], [image, image, "b"], [image, "a>", image])
-    contents = [
-        [{"type": "text", "text": part} if isinstance(part, str) else part for part in row]
-        for row in parts
-    ]
-    chats = [[{"role": "user", "content": content}] for content in contents]
-    further, template = [40, 41], {"add_generation_prompt": True}
-    whole = processor.apply_chat_template(chats, tokenize=True, return_dict=True, **template)[
-        "input_ids"
-    ]
+    chats = []
+    for row in parts:
+        content = [
+            {"type": "text", "text": part} if isinstance(part, str) else part for part in row
+        ]
+        chats.append([{"role": "user", "content": content}])
+    template = functools.partial(processor.apply_chat_template, chats, add_generation_prompt=True)
+    whole = template(tokenize=True, return_dict=True)["input_ids"]
     plain = plain_prompts(processor, chats, whole)
-    texts = processor.apply_chat_template(chats, tokenize=False, **template)
-    for prompt, text in zip(whole, texts, strict=True):
-        assert "".join(processor.tokenizer.convert_ids_to_tokens(as_plain(prompt, plain))) == text
-        assert as_plain([*prompt, *further], plain) == [*as_plain(prompt, plain), *further]
-        assert len(as_plain(prompt, plain)) < len(prompt)
+    for prompt, text in zip(whole, template(tokenize=False), strict=True):
+        found = as_plain(prompt, plain)
+        assert "".join(processor.tokenizer.convert_ids_to_tokens(found)) == text
+        assert as_plain([*prompt, 40, 41], plain) == [*found, 40, 41]
+        assert len(found) < len(prompt)
     assert as_plain([50, 51], plain) == [50, 51]
     check_seen(whole, whole)
     with pytest.raises(

@@ -74,14 +74,13 @@ def test_sent_tensors_are_those_of_the_models_checkpoint(family, tmp_path):
 )
 def test_a_quantized_mixture_equals_llmcompressors(family, ignore, tmp_path):
     pytest.importorskip("llmcompressor", reason="compares with llm-compressor")
+    written = []
     for write in (write_checkpoint, write_with_llmcompressor):
         model = tiny_mixture(family, torch.bfloat16)
         write(model, None, "int8", tmp_path / write.__name__, ignore=ignore)
-    ours, theirs = (
-        load_file(tmp_path / write.__name__ / "model.safetensors")
-        for write in (write_checkpoint, write_with_llmcompressor)
-    )
-    assert_same(ours, theirs)
+        written.append(load_file(tmp_path / write.__name__ / "model.safetensors"))
+    assert_same(*written)
+    ours = written[0]
     assert any("experts.3.up_proj.weight" in name for name in ours)
     assert any("experts.0.down_proj.weight_scale" in name for name in ours) == (
         ignore == ["lm_head"]
@@ -92,46 +91,13 @@ def test_a_quantized_mixture_equals_llmcompressors(family, ignore, tmp_path):
 def test_routers_are_not_quantized(family):
     model = tiny_mixture(family)
     layers = layers_of(model)
-    kept = {
-        name.rpartition(".")[0] for name in stream_of(model, get_scheme("int8")).form.layout
-    } - layers
-    routers = {
-        name for name in kept if name.rpartition(".")[2] in ("gate", "router", "shared_expert_gate")
-    }
+    stored = {name.rpartition(".")[0] for name in stream_of(model, get_scheme("int8")).form.layout}
+    ends = ("gate", "router", "shared_expert_gate")
+    routers = {name for name in stored - layers if name.rpartition(".")[2] in ends}
     assert len(routers) == {"qwen2_moe": 4, "glm4_moe": 1}.get(family, 2)
     for name in routers:  # vLLM gets patterns that match these names and its own
         assert ignored_modules(model, ["lm_head"])[1:] == ignored_modules(model, [])
         assert any(_matches(pattern, name) for pattern in ignored_modules(model, [])), name
-
-
-def test_projections_are_not_mistaken_for_routers():
-    names = [
-        "model.layers.0.mlp.gate_proj",
-        "model.layers.0.mlp.experts.0.gate_proj",
-        "a.shared_expert.up_proj",
-    ]
-    for family in MIXTURES:
-        patterns = ignored_modules(tiny_mixture(family), [])
-        assert not [name for name in names for pattern in patterns if _matches(pattern, name)]
-
-
-def test_patterns_reach_experts():
-    model = tiny_mixture("mixtral")
-    assert not [name for name in layers_of(model, SIXTEEN_BIT_EXPERTS) if "experts" in name]
-    some = layers_of(model, ["lm_head", r"re:.*layers\.1\..*experts\."])
-    assert {name.split(".")[2] for name in some if "experts" in name} == {"0"}
-
-
-def test_a_buffer_that_chooses_experts_is_in_the_checkpoint(tmp_path):
-    model = tiny_mixture("glm4_moe")
-    write_checkpoint(model, None, "int8", tmp_path / "out")
-    bias = load_file(tmp_path / "out" / "model.safetensors")[
-        "model.layers.1.mlp.gate.e_score_correction_bias"
-    ]
-    assert (
-        torch.equal(bias, model.model.layers[1].mlp.gate.e_score_correction_bias)
-        and bias.abs().sum() > 0
-    )
 
 
 def test_a_format_without_a_kernel_for_this_cpu_is_refused_and_an_inexact_one_named(
@@ -202,7 +168,6 @@ def test_only_the_language_model_is_quantized(family, tmp_path):
     assert {name.partition("layers.")[2] for name in layers} == {
         name.partition("layers.")[2] for name in language
     }
-    assert len(layers) == len(language) == 14
     write_checkpoint(model, None, "int8", tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     tensors = load_file(tmp_path / "out" / "model.safetensors")
@@ -211,15 +176,10 @@ def test_only_the_language_model_is_quantized(family, tmp_path):
         for name, tensor in tensors.items()
         if tensor.dtype == torch.int8
     } == layers
-    beside = [
-        name.removesuffix(".weight")
-        for name, tensor in tensors.items()
-        if tensor.ndim == 2
-        and tensor.dtype == torch.float32
-        and "layers.0.self_attn" in name
-        and "scale" not in name
-    ]
-    assert all(any(_matches(pattern, name) for pattern in config["ignore"]) for name in beside)
+    for name, tensor in tensors.items():
+        if "layers.0.self_attn" in name and tensor.ndim == 2 and tensor.dtype == torch.float32:
+            layer = name.removesuffix(".weight")
+            assert "scale" in name or any(_matches(each, layer) for each in config["ignore"])
 
 
 @pytest.mark.parametrize("family", ["gemma3", "llava_next"])

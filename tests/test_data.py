@@ -122,7 +122,7 @@ def test_a_missing_file_is_not_mistaken_for_a_hub_name(tmp_path, monkeypatch, na
     monkeypatch.setenv("HOME", str(tmp_path))
     write(tmp_path / "home.jsonl", COMPLETE)
     error = refused(name)
-    assert "does not exist" in error and "~ is not expanded" in error
+    assert "is not an existing" in error and "~ is not expanded" in error
 
 
 @pytest.mark.parametrize(

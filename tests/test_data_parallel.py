@@ -5,19 +5,15 @@ vLLM sends a call to its workers to all engines, but returns the answer of the f
 error of any engine is returned.
 """
 
-import json
 import os
 
 import pytest
 import requests
 from conftest import vllm_server
 from support.training import MOVED, SAME
-from tiny import PROBE, save_tiny, tiny_model, tiny_tokenizer
+from tiny import PROBE, save_tiny
 
-from trl_qurl.quantization import write_checkpoint
 from trl_qurl.rollout.engine.http import add_key
-from trl_qurl.rollout.engine.served import ServedEngine
-from trl_qurl.rollout.wire import WeightUpdate
 
 ENGINES = 2
 
@@ -96,22 +92,6 @@ def sampled(server) -> list[list[int]]:
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_engines_of_a_server_have_noise_of_their_own(tmp_path):
-    save_tiny(tmp_path / "model")
-    write_checkpoint(tiny_model(), tiny_tokenizer(), "int8", tmp_path / "sent")
-    with vllm_server(
-        tmp_path / "model", tmp_path, "--scheme", "int8", "--data-parallel-size", str(ENGINES)
-    ) as server:
-        engine = ServedEngine(base_url=server.url)
-        engine.load_checkpoint(tmp_path / "sent", WeightUpdate("first", noise="seed1-step0"))
-        group = sampled(server)
-        assert len({str(completion) for completion in group}) == 16, (
-            "the engines sampled the same completions"
-        )
-
-
-@pytest.mark.vllm
-@pytest.mark.slow
 def test_every_engine_of_a_server_gets_the_weights_and_is_checked(
     train, run_scenario, tampering, tmp_path
 ):
@@ -125,17 +105,17 @@ def test_every_engine_of_a_server_gets_the_weights_and_is_checked(
             "vllm_server_base_url": server.url,
             "sync_check_interval": 1,
         }
-        [record] = train(
-            [tmp_path / "out", "--export", tmp_path / "trained", "--config", json.dumps(config)]
-        )
+        [record] = train([tmp_path / "out", "--export", tmp_path / "trained", config])
         end = [logps_of(server, engine) for engine in range(ENGINES)]
+        group = {str(completion) for completion in sampled(server)}
+        assert len(group) == 16, "the engines sampled the same completions"
         tampering.touch()
         different = (
             "SyncError: .* of 40 tensors, 1 different .first "
             "model.layers.1.mlp.down_proj.weight_scale"
         )
         with pytest.raises(AssertionError, match=different):
-            train([tmp_path / "out", "--config", json.dumps(config)])
+            train([tmp_path / "out", config])
     [fresh] = run_scenario("fresh_engine.py", tmp_path / "trained")
     assert record["probe_end"] == pytest.approx(fresh, abs=SAME)
     for engine in range(ENGINES):

@@ -2,23 +2,20 @@
 modes.
 """
 
-import itertools
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import needs_avx512, needs_llmcompressor, selected, vllm_server
+from conftest import needs_avx512, needs_llmcompressor, selected
 from support.training import (
     ADAPTER,
     SAME,
     assert_metrics,
-    assert_moved,
     assert_sends_everything,
     assert_synced,
     rollout_rows,
 )
-from tiny import ENGINE, save_tiny
+from tiny import ENGINE
 
 pytestmark = pytest.mark.vllm
 
@@ -38,7 +35,6 @@ DOWN_IN_4_BITS = {"re:.*down_proj": "w4a16", "*": "int8"}
 MIXED = {"rollout_quantization": {"re:.*layers.0.*o_proj": "none"} | DOWN_IN_4_BITS}
 RLOO = {"beta": 0.0, "objective": "decoupled"}
 LORA = ["--lora"]
-VALUES = ["--lora", "--lora-targets", "v_proj"]
 UNTIED = ["--untied"]
 
 COLOCATED = {
@@ -61,14 +57,10 @@ CORNERS = {
     "int8, LoRA, untied head": [CHECKED, *LORA, *UNTIED],
     "int8, checkpoint per step, LoRA, untied head": [FILES, *LORA, *UNTIED],
     "int8, llm-compressor per step, LoRA, untied head": [COMPRESSOR, *LORA, *UNTIED],
-    "int8, LoRA on values": VALUES,
-    "w4a16, LoRA on values": [W4A16, *VALUES],
+    "w4a16, LoRA on values": [W4A16, "--lora", "--lora-targets", "v_proj"],
     "int8, with the head": [CHECKED | {"quantization_ignore": []}, *UNTIED],
     "w4a16, with the head": [CHECKED | W4A16 | {"quantization_ignore": []}, *UNTIED],
     "bf16, FP8 cache": [FP8_CACHE | BF16],
-    "bf16, LoRA": [BF16, *LORA],
-    "int8, adapter, rounded": [ROUNDED, *LORA],
-    "w4a16, adapter on values": [ADAPTER | W4A16, *VALUES],
     "w4a16 and int8, adapter, rounded": [ROUNDED | MIXED, *LORA],
 }
 ALL = COLOCATED | CORNERS
@@ -169,56 +161,3 @@ def test_server_holds_the_trained_weights(case, served, on_server, tmp_path):
     assert_holds(case, SERVED[case], *served[case])
     left = Path(on_server["rollout_checkpoint_dir"]).glob("trl-qurl-*/[0-9]")
     assert not [*left], "checkpoints were left"
-
-
-@pytest.mark.xdist_group("server")
-@pytest.mark.parametrize(
-    ("formats", "difference"),
-    [
-        ("fp8", r"down_proj.weight_scale \(fp8, shape .* here and int8, shape .* there\)"),
-        (
-            DOWN_IN_4_BITS,
-            r"down_proj.weight_scale \(w4a16, shape .* here and int8, shape .* there\)",
-        ),
-        (
-            {"re:.*o_proj": "none", "*": "int8"},
-            r"o_proj.weight_scale \(none here and int8, shape .* there\)",
-        ),
-    ],
-)
-def test_server_in_other_formats_is_refused(formats, difference, on_server, train, tmp_path):
-    with pytest.raises(AssertionError, match=rf"first model.layers.0.\S+{difference}"):
-        train([tmp_path / "out", on_server | {"rollout_quantization": formats}])
-
-
-@pytest.mark.slow
-@needs_avx512
-def test_server_of_several_formats(warm_python, trained, tmp_path):
-    model = save_tiny(tmp_path / "model")
-    options = ["--scheme", json.dumps(MIXED["rollout_quantization"])]
-    with vllm_server(model, tmp_path, *options, python=warm_python, has_worker=True) as server:
-        runs = trained({"w4a16": [CHECKED | MIXED]}, **through(server, tmp_path))
-    assert_holds("w4a16", [CHECKED | MIXED], *runs["w4a16"])
-
-
-@pytest.mark.slow
-@pytest.mark.xdist_group("matrix servers")
-@pytest.mark.parametrize("head", [[], UNTIED], ids=["tied", "untied"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_server_of_each_dtype_and_head_holds_the_trained_weights(
-    dtype, head, train, warm_python, tmp_path
-):
-    if dtype == "float32" and torch.cpu._is_amx_tile_supported():
-        pytest.skip("vLLM's INT8 kernel for CPUs with AMX takes inputs in 16 bits only")
-    model = save_tiny(tmp_path / "model", tie_word_embeddings=not head)
-    options = ["--scheme", "int8", "--dtype", dtype]
-    runs = list(itertools.product([[], LORA], [FILES, COMPRESSOR]))
-    with vllm_server(model, tmp_path, *options, python=warm_python) as server:
-        common = through(server, tmp_path / "rollouts")
-        records = train(*([tmp_path, common | way, *lora, *head] for lora, way in runs))
-    for (lora, _), record in zip(runs, records, strict=True):
-        assert_metrics(record["history"], "int8")
-        assert_moved(record, bool(lora))
-        assert record["engine_dtype"] == dtype, (
-            "layers that are not quantized would be sent in the policy's dtype"
-        )

@@ -77,21 +77,13 @@ def load_adapter(client):
     return client.load_adapter(Path("adapter"), WeightUpdate("v1"))
 
 
-ALL = (
-    version,
-    generate,
-    ServedEngine.clear_caches,
-    ServedEngine.get_world_size,
-    load_adapter,
-)
 READING = (version, generate, ServedEngine.clear_caches, ServedEngine.get_world_size)  # JSON
+ALL = (*READING, load_adapter)
 FAULTS = {
     "cut short": (JSON + b'Content-Length: 100\r\n\r\n{"results": ["a', ALL, "did not answer"),
-    "cut short, of unknown length": (JSON + b'\r\n{"results": ["a', READING, "did not answer"),
     "page of a proxy": (HTML, READING, "did not answer"),
     "401": (b"HTTP/1.1 401 No\r\nContent-Length: 0\r\n\r\n", ALL, "VLLM_API_KEY"),
     "500": (DEAD, ALL, "HTTP 500: check the .*EngineDeadError"),
-    "502": (b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 0\r\n\r\n", ALL, "502"),
     "503, later": (b"HTTP/1.1 503 Busy\r\nRetry-After: 1\r\nContent-Length: 0\r\n\r\n", ALL, "503"),
     "no answer": (b"", ALL, "did not answer"),
 }
@@ -152,9 +144,7 @@ def test_no_request_goes_to_a_proxy(monkeypatch):
             assert len(asked) == 1 and not seen_by_proxy
 
 
-@pytest.mark.parametrize(
-    "key", ["secret\n", "sec ret", " secret", "secret\r\nX-Other: 1", "schlüssel€secret"]
-)
+@pytest.mark.parametrize("key", ["sec ret", "secret\r\nX-Other: 1", "schlüssel€secret"])
 def test_a_key_that_no_header_can_carry_is_refused_by_its_name(key, monkeypatch):
     with faulty(HTML) as (client, asked):
         monkeypatch.setenv(guard.API_KEY_VARIABLE, key)

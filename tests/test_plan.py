@@ -19,8 +19,6 @@ from tiny import (
 )
 
 from trl_qurl import cli
-from trl_qurl.lab.activations import round_activations
-from trl_qurl.lab.fake_quantization import quantized_forward
 from trl_qurl.quantization import SCHEMES, make_plan, write_checkpoint
 from trl_qurl.quantization.checks.kv_cache import has_large_keys
 from trl_qurl.quantization.checks.served import stored_formats
@@ -69,11 +67,8 @@ def test_patterns_that_overlap_are_written_as_names():
 def test_one_format_is_written_as_before_however_it_is_given():
     model = tiny_model(tie_word_embeddings=False)
     plain = make_plan(model, "int8", ["lm_head", "re:.*down_proj"])
-    for formats in (
-        {"re:.*down_proj": "none", "*": "int8"},
-        '{"re:.*down_proj": null, "*": "int8"}',
-    ):
-        assert make_plan(model, formats).quantization_config() == plain.quantization_config()
+    same = make_plan(model, '{"re:.*down_proj": null, "*": "int8"}')
+    assert same.quantization_config() == plain.quantization_config()
     assert plain.quantization_config()["config_groups"]["group_0"]["targets"] == ["Linear"]
     for nothing in (None, "none", {}, {"*": "none"}):
         assert make_plan(model, nothing).quantization_config() is None
@@ -84,18 +79,13 @@ EIGHT = {"*": "int8"}
 REFUSED = {
     "unknown name": ({"*": "int9"}, "'int9'", "'int8'"),
     "no layer": ({"re:.*down_porj": "fp8"} | EIGHT, "'re:.*down_porj'", "no layer of Qwen2"),
-    "kept by a typo": ({"re:.*down_porj": "none"} | EIGHT, "'re:.*down_porj'", "no layer"),
     "comes too late": (EIGHT | {"re:.*down_proj": "fp8"}, "'re:.*down_proj'", "earlier patterns"),
     "no regex": ({"re:(": "fp8"}, "rollout_quantization", "'re:('"),
     "no JSON": ('{"*": int8}', "JSON", "{"),
     "nested": ({"*": {"a": "int8"}}, "rollout_quantization is {'a': 'int8'}", "int8"),
     "YAML's off": (False, "rollout_quantization is False", "'none'"),
     "fused": ({"re:.*q_proj": "fp8"} | EIGHT, "self_attn.q_proj is in fp8", "--scheme"),
-    "fused with 16 bits": (
-        {"re:.*up_proj": "none"} | EIGHT,
-        "mlp.up_proj is in 16 bits",
-        "--ignore",
-    ),
+    "fused, 16 bits": ({"re:.*up_proj": "none"} | EIGHT, "mlp.up_proj is in 16 bits", "--ignore"),
     "tied head": ({"lm_head": "int8"}, "'lm_head'", "no layer"),
     "head": ({"re:.*lm_head": "fp8_block"} | EIGHT, "fp8_block", "lm_head", "1 of the 15 layers"),
     "a number": ({1: "int8"}, "rollout_quantization has the pattern 1"),
@@ -186,34 +176,21 @@ def test_a_mixed_checkpoint_is_that_of_llmcompressor(formats, dtype, tmp_path):
         assert torch.equal(ours[name].view(torch.uint8), tensor.view(torch.uint8)), name
 
 
-def test_each_layer_is_rounded_and_smoothed_by_its_own_format():
-    model = tiny_model("llama", **WHOLE_BLOCKS).eval()
+def test_only_layers_in_int8_are_smoothed():
+    model = tiny_model("llama", **WHOLE_BLOCKS)
     weights = stream_of(model, {"re:.*self_attn": "w4a16", "*": "int8"}, smooths=True)
-    assert all(
-        name.endswith(("post_attention_layernorm", "up_proj"))
-        for name in weights.smoothing._sources
-    )
-    block, inputs = model.model.layers[0], torch.randn(1, 3, 128)
-    with quantized_forward(model, weights.plan):
-        outputs = {
-            name: block.get_submodule(name)(inputs) for name in ("self_attn.q_proj", "mlp.up_proj")
-        }
-    for (name, output), scheme in zip(
-        outputs.items(), (SCHEMES["w4a16"], SCHEMES["int8"]), strict=True
-    ):
-        rounded = scheme.dequantize(scheme.quantize(block.get_submodule(name).weight))
-        torch.testing.assert_close(output, round_activations(inputs, scheme.name) @ rounded.t())
+    assert {name.rpartition(".")[2] for name in weights.smoothing._sources} == {
+        "post_attention_layernorm",
+        "up_proj",
+    }
 
 
 def test_the_command_line_takes_a_json_object(tmp_path, capsys):
     save_tiny(tmp_path / "model", **WHOLE_BLOCKS)
     command = ["quantize", str(tmp_path / "model"), str(tmp_path / "out"), "--scheme"]
     assert cli.main([*command, json.dumps(MIXED)]) == 0
-    streamed = dict(
-        stream_of(tiny_model(**WHOLE_BLOCKS), MIXED).tensors(
-            model_parameters(tiny_model(**WHOLE_BLOCKS))
-        )
-    )
+    model = tiny_model(**WHOLE_BLOCKS)
+    streamed = dict(stream_of(model, MIXED).tensors(model_parameters(model)))
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == streamed.keys()
     assert "W4A16-INT8 checkpoint written to" in capsys.readouterr().out
     assert read_formats("NONE") is None

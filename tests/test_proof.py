@@ -1,21 +1,17 @@
 """Broken syncs are noticed by digests, by version, and by the tokens that the engine samples."""
 
 import hashlib
-import math
 
 import pytest
 import torch
 from conftest import needs_vnni
 from tiny import WHOLE_BLOCKS, layers_of, tiny_model
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from trl_qurl.lab.activations import round_activations
 from trl_qurl.lab.fake_quantization import quantized_forward
 from trl_qurl.quantization import SCHEMES
 from trl_qurl.quantization.plan import QuantizationPlan
-from trl_qurl.rollout.checks import tensors
 from trl_qurl.rollout.checks.tensors import (
-    MeteredStream,
     compare_digests,
     find_not_finite,
     tensor_digest,
@@ -27,10 +23,7 @@ OTHER_FUNCTION = "The engine computes another function than the policy"
 BY_CHECK = {
     "tensor skipped": "is undefined after a reload: MergedColumnParallelLinear",
     "layer skipped": "no new weights for 1 of its layers (RowParallelLinear)",
-    "norm skipped": "no new weights for 1 of its layers (RMSNorm)",
-    "embedding skipped": "no new weights for 1 of its layers (VocabParallelEmbedding)",
     "scale doubled before sending": OTHER_FUNCTION,
-    "layers swapped before sending": OTHER_FUNCTION,
     "reload that does nothing": OTHER_FUNCTION,
     "norm doubled inside": OTHER_FUNCTION,
     "version forgotten": "which this run sent: another run uses it",
@@ -38,11 +31,9 @@ BY_CHECK = {
     "adapter's file changed before loading": "1 different (first base_model.model.model.layers.1",
     "adapter's file changed after loading": "it uses a different adapter than the one in",
     "old adapter kept": "it uses a different adapter than the one in",
-    "adapter doubled before sending": OTHER_FUNCTION,
     "adapter not asked for": OTHER_FUNCTION,
     "scale doubled before sending, own rollouts": OTHER_FUNCTION,
     "NaN in a quantized layer": "model.layers.1.mlp.up_proj.weight holds NaN or infinity",
-    "infinity in the embedding": "model.embed_tokens.weight holds NaN or infinity",
     "NaN in an adapter": "layers.1.mlp.up_proj.lora_B.weight holds NaN or infinity",
 }
 SOUND = ["none", "adapter", "own rollouts"]
@@ -72,27 +63,6 @@ def test_a_sound_sync_raises_nothing(kind, broken_syncs):
     assert broken_syncs[kind] is None
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float32])
-def test_digest_depends_on_every_bit_the_shape_and_the_dtype(dtype):
-    tensor = torch.arange(12.0).reshape(3, 4).to(dtype)
-    changed = tensor.clone()
-    changed.view(torch.uint8)[-1, -1] ^= 1
-    digests = {
-        tensor_digest(t)
-        for t in (tensor, changed, tensor.reshape(4, 3), tensor.reshape(3, 4).view(torch.uint8))
-    }
-    assert len(digests) == 4
-    assert tensor_digest(tensor) == tensor_digest(tensor.clone())
-    # as a slice of a buffer, at any address
-    storage = torch.cat([tensor.flatten()[:1], tensor.flatten()])
-    assert tensor_digest(tensor) == tensor_digest(storage[1:].view(3, 4)), (
-        "addresses are not contents"
-    )
-    assert tensor_digest(tensor) == tensor_digest(tensor.t().contiguous().t()), (
-        "strides are not contents"
-    )
-
-
 def test_a_digest_by_hand():
     """In rows of two words, and in rows that are no whole words: then each element is one."""
     for rows, of_columns, of_rows, dtype in (
@@ -104,23 +74,6 @@ def test_a_digest_by_hand():
         for sums in (of_columns, of_rows):
             expected.update(torch.tensor(sums, dtype=torch.int64).numpy())
         assert tensor_digest(tensor) == expected.hexdigest()
-
-
-def test_a_digest_costs_three_launches_at_most():
-    class Launches(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            result = function(*args, **(kwargs or {}))
-            if not function.is_view:
-                launched.append(function)
-            return result
-
-    for shape, offset in (((64, 128), 0), ((64, 127), 0), ((64,), 0), ((4, 8, 16), 8)):
-        launched = []
-        buffer = torch.zeros(9000, dtype=torch.bfloat16, device="meta")
-        tensor = buffer[offset : offset + math.prod(shape)].view(shape)
-        with Launches():
-            tensors.sum_words(tensor)
-        assert len(launched) <= 3, launched
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -177,8 +130,8 @@ def test_one_bit_changes_a_digest_wherever_a_tensor_lies(dtype, shape):
 # NaNs, infinities
 @pytest.mark.parametrize("bits", [0x7FC00000, 0x7FFFFFFF, -0x00400000, 0x7F800000, -0x00800000])
 def test_a_scale_shows_a_weight_that_is_not_finite(name, bits):
-    # a sum would overflow
-    names, weights = [], [torch.randn(128, 256), torch.full((128, 256), 3e38)]
+    names = []
+    weights = [torch.randn(128, 256), torch.full((128, 256), 3e38)]  # a sum would overflow
     sent = {
         f"{number}.{part}": tensor
         for number in range(2)
@@ -191,16 +144,6 @@ def test_a_scale_shows_a_weight_that_is_not_finite(name, bits):
     assert names == ["0.weight"]
 
 
-def test_metering_does_not_change_the_stream():
-    sent = [("a", torch.ones(2)), ("b", torch.zeros(0))]
-    recorder = MeteredStream(iter(sent), {})
-    assert [name for name, _ in recorder] == ["a", "b"]
-    assert recorder.digests == {name: tensor_digest(tensor) for name, tensor in sent}
-    unread = MeteredStream(iter(sent), None)
-    next(iter(unread))
-    assert unread.digests is None
-
-
 def test_digests_name_what_differs():
     with pytest.raises(
         SyncError,
@@ -208,13 +151,6 @@ def test_digests_name_what_differs():
     ):
         compare_digests({"a": "1", "b": "2", "c": "3"}, {"a": "1", "b": "x", "d": "3"})
     compare_digests({"a": "1"}, {"a": "1"})
-
-
-def test_activations_are_rounded_per_token_by_hand():
-    # Token 0: absmax 1.27, scale 0.01: 0.504 -> 50.4 -> 50. Token 1: ten times that, with a
-    # separate scale.
-    rounded = round_activations(torch.tensor([[1.27, 0.504], [12.7, 5.04]]), "int8")
-    torch.testing.assert_close(rounded, torch.tensor([[1.27, 0.5], [12.7, 5.0]]))
 
 
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES.keys())

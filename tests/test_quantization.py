@@ -28,7 +28,6 @@ from trl_qurl.quantization import (
     SCHEMES,
     checkpoint,
     get_scheme,
-    make_plan,
     write_checkpoint,
 )
 from trl_qurl.quantization.merging import model_parameters
@@ -210,98 +209,17 @@ def test_cuda_rounds_to_the_same_bits(scheme, dtype, monkeypatch):
     assert_same_bits(on_cuda, expected)
 
 
-def test_tensors_that_stay_as_they_are_are_not_copied():
-    model = tiny_model()
-    layers = layers_of(model)
-    streamed = dict(stream_of(model, INT8).tensors(model_parameters(model)))
-    for name, tensor in model.named_parameters():
-        if name.removesuffix(".weight") not in layers:
-            assert streamed[name].data_ptr() == tensor.data_ptr()
-
-
-@pytest.mark.parametrize(
-    ("ignore", "kept"),
-    [
-        (["lm_head"], 14),
-        (["lm_head", "re:.*down_proj"], 12),
-        (["lm_head", "model.layers.0.self_attn.o_proj"], 13),
-        ([], 15),
-    ],
-)
-def test_ignore_patterns(ignore, kept):
-    # Two layers of q, k, v, o, gate, up, down, and the head.
-    assert len(layers_of(tiny_model(tie_word_embeddings=False), ignore)) == kept
-
-
 def test_a_head_that_is_tied_is_refused():
     with pytest.raises(ValueError, match="lm_head .*quantization_ignore"):
         layers_of(tiny_model(), [])
-
-
-def test_a_head_is_refused_in_blocks():
-    model = tiny_model(tie_word_embeddings=False, vocab_size=128, **WHOLE_BLOCKS)
-    layers_of(model, [], INT8)
-    with pytest.raises(ValueError, match=r"lm_head: vLLM .* add 're:\.\*lm_head'"):
-        layers_of(model, [], FP8_BLOCK)
-
-
-@pytest.mark.parametrize(
-    ("ignore", "targets"),
-    [
-        (["lm_head"], ["Linear"]),
-        (["re:.*lm_head"], ["Linear"]),
-        ([], ["Linear", "re:.*lm_head$"]),
-        (["re:.*down_proj"], ["Linear", "re:.*lm_head$"]),
-    ],
-)
-def test_vllm_is_told_of_a_quantized_head_by_its_name(ignore, targets):
-    config = make_plan(tiny_model(tie_word_embeddings=False), "int8", ignore).quantization_config()
-    assert config["config_groups"]["group_0"]["targets"] == targets
-
-
-def test_layers_of_a_peft_model_are_those_of_its_base():
-    from peft import LoraConfig, get_peft_model
-
-    base = layers_of(tiny_model())
-    adapted = get_peft_model(tiny_model(), LoraConfig(target_modules=["q_proj", "down_proj"]))
-    assert layers_of(adapted) == base
 
 
 # Against llm-compressor
 # ----------------------------------------------------------------------------------------------
 
 
-def assert_streamed_equals_llmcompressor(model, scheme, directory, ignore=("lm_head",)):
-    streamed = dict(stream_of(model, get_scheme(scheme), ignore).tensors(model_parameters(model)))
-    path = directory / "out"
-    write_with_llmcompressor(model, None, scheme, path, ignore)
-    assert_same_bits(streamed, load_file(path / "model.safetensors"))
-
-
-@needs_llmcompressor
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    ("family", "scheme"),
-    # A format sees no more of a family than the names of its layers.
-    [
-        (family, scheme)
-        for scheme in SCHEMES
-        for family in (FAMILIES if scheme == "int8" else FAMILIES[:1])
-    ],
-)
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_stream_equals_llmcompressor_bit_for_bit(family, scheme, dtype, tied, tmp_path):
-    model = tiny_model(family, dtype, tie_word_embeddings=tied, **WHOLE_BLOCKS)
-    assert_streamed_equals_llmcompressor(model, scheme, tmp_path)
-
-
-@needs_llmcompressor
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize(
-    "dtype", [torch.float64, torch.bfloat16, torch.float16], ids=["64", "bfloat16", "float16"]
-)
-def test_stream_equals_llmcompressor_on_zeros_and_tiny_weights(scheme, dtype, tmp_path):
-    model = tiny_model(dtype=dtype, num_hidden_layers=1, **WHOLE_BLOCKS)
+def with_extremes(model):
+    """A model with zeros, large and tiny weights."""
     mlp = model.model.layers[0].mlp
     with torch.no_grad():
         mlp.gate_proj.weight.zero_()  # a whole block
@@ -312,12 +230,44 @@ def test_stream_equals_llmcompressor_on_zeros_and_tiny_weights(scheme, dtype, tm
         # subnormal elsewhere.
         for row, value in enumerate((448.0, 447.0, 6e-5, 5e-5, 4e-5, 1e-30, 3e-39)):
             mlp.down_proj.weight[row, :64] = value
-    assert_streamed_equals_llmcompressor(model, scheme, tmp_path)
+    return model
 
 
 @needs_llmcompressor
-def test_llmcompressor_leaves_no_copy_of_the_model_behind(tmp_path, monkeypatch):
-    # A run makes one at every step.
+@pytest.mark.parametrize(
+    ("dtype", "head"),
+    [
+        (torch.float64, "tied"),
+        (torch.float32, "untied"),
+        (torch.bfloat16, "tied"),
+        (torch.bfloat16, "quantized"),
+        (torch.float16, "untied"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("family", "scheme"),
+    # A format sees no more of a family than the names of its layers.
+    [
+        *((FAMILIES[0], scheme) for scheme in SCHEMES),
+        *((family, "int8") for family in FAMILIES[1:]),
+    ],
+)
+def test_stream_equals_llmcompressor_bit_for_bit(family, scheme, dtype, head, tmp_path):
+    model = tiny_model(family, dtype, tie_word_embeddings=head == "tied", **WHOLE_BLOCKS)
+    rounds_head = head == "quantized" and get_scheme(scheme).heads
+    ignore = () if rounds_head else ("lm_head",)
+    weights = stream_of(with_extremes(model), get_scheme(scheme), ignore)
+    streamed = dict(weights.tensors(model_parameters(model)))
+    write_with_llmcompressor(model, None, scheme, tmp_path / "out", ignore)
+    assert_same_bits(streamed, load_file(tmp_path / "out" / "model.safetensors"))
+
+
+@needs_llmcompressor
+def test_llmcompressor_leaves_the_model_alone_and_no_copy_behind(tmp_path, monkeypatch):
+    """A run makes a copy at every step."""
+    model = tiny_model()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    path = model.name_or_path
     copies = []
 
     def duplicate(*arguments):
@@ -327,15 +277,11 @@ def test_llmcompressor_leaves_no_copy_of_the_model_behind(tmp_path, monkeypatch)
 
     make = checkpoint._duplicate
     monkeypatch.setattr(checkpoint, "_duplicate", duplicate)
-    write_with_llmcompressor(tiny_model(), None, "int8", tmp_path / "out")
+    write_with_llmcompressor(model, None, "int8", tmp_path / "out")
     assert [copy() for copy in copies] == [None]
-
-
-@needs_llmcompressor
-@pytest.mark.parametrize("scheme", [name for name, scheme in SCHEMES.items() if scheme.heads])
-def test_stream_equals_llmcompressor_with_the_head(scheme, tmp_path):
-    model = tiny_model(tie_word_embeddings=False, num_hidden_layers=1)
-    assert_streamed_equals_llmcompressor(model, scheme, tmp_path, ignore=())
+    assert_same_bits(model.state_dict(), before)
+    assert model.name_or_path == path
+    assert not hasattr(model.config, "quantization_config")
 
 
 @needs_llmcompressor
@@ -357,14 +303,3 @@ def test_both_writers_tell_vllm_the_same(scheme, ignore, tmp_path):
                 del tensors["observer"]  # how the scales were found; of no interest to an engine
         told.append([group, *(quantization[key] for key in ("format", "ignore", "quant_method"))])
     assert told[0] == told[1]
-
-
-@needs_llmcompressor
-def test_llmcompressor_leaves_the_model_alone(tmp_path):
-    model = tiny_model()
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    path = model.name_or_path
-    write_with_llmcompressor(model, None, "int8", tmp_path / "out")
-    assert_same_bits(model.state_dict(), before)
-    assert model.name_or_path == path
-    assert not hasattr(model.config, "quantization_config")

@@ -38,13 +38,6 @@ def test_a_resumed_run_draws_what_the_uninterrupted_one_drew():
     assert draw(whole, 8) == draw(resumed, 8)
 
 
-def test_the_ranks_of_an_engine_draw_alike_whatever_their_processes_drew():
-    first = draw(EngineNoise(1, 0), 3)
-    numpy.random.rand(5)
-    torch.rand(5)
-    assert draw(EngineNoise(1, 0), 3) == first
-
-
 def test_the_generators_of_the_process_stay_as_they_were():
     def following(draws: bool) -> tuple[float, float]:
         numpy.random.seed(0)

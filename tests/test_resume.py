@@ -17,7 +17,7 @@ from support.training import ADAPTER, metrics_by_step, rollout_rows
 from tiny import ENGINE, save_tiny
 from trl.trainer.utils import RepeatSampler
 
-from trl_qurl.trainers.saving import SHAPE, load_rollout_state, save_rollout_state, skip_epochs
+from trl_qurl.trainers.saving import load_rollout_state, save_rollout_state, skip_epochs
 
 pytestmark = [
     pytest.mark.vllm,
@@ -60,7 +60,23 @@ NOISES = {
     "reseeded": ["--reseed", NOISE | {"seed": 1}],
 }
 
-SHAPED = SimpleNamespace(**dict.fromkeys(SHAPE, 2))
+NAMES = [
+    "per_device_train_batch_size",
+    "num_generations",
+    "steps_per_generation",
+    "num_iterations",
+    "gradient_accumulation_steps",
+    "beta",
+    "vllm_importance_sampling_correction",
+    "temperature",
+    "cast_lm_head_to_fp32",
+    "top_k",
+    "top_p",
+    "min_p",
+    "vllm_structured_outputs_regex",
+    "generation_kwargs",
+]
+SHAPED = SimpleNamespace(**dict.fromkeys(NAMES, 2))
 
 engines = pytest.mark.xdist_group("resume")
 
@@ -226,41 +242,16 @@ def test_a_state_loads_onto_the_device_of_one_process_among_several(tmp_path):
     assert load_rollout_state(tmp_path, process(1, 3), SHAPED)["batches"] is None
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "per_device_train_batch_size",
-        "num_generations",
-        "steps_per_generation",
-        "num_iterations",
-        "gradient_accumulation_steps",
-        "beta",
-        "vllm_importance_sampling_correction",
-        "temperature",
-        "cast_lm_head_to_fp32",
-        "top_k",
-        "top_p",
-        "min_p",
-        "vllm_structured_outputs_regex",
-        "generation_kwargs",
-    ],
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_rollout_of_another_shape_is_dropped_with_one_line(name, tmp_path, caplog):
-    state = {
-        "step": 6,
-        "batches": [{}, {}],
-    }
-    state |= {"smoothing": {}, "prompts_drawn": 7}
-    save_rollout_state(state, tmp_path, process(), SHAPED)
+    kept = {"smoothing": {}, "prompts_drawn": 7}
+    state = {"step": 6, "batches": [{}, {}]}
+    save_rollout_state(state | kept, tmp_path, process(), SHAPED)
     assert load_rollout_state(tmp_path, process(), SHAPED)["step"] == 6
     assert not caplog.records
     changed = SimpleNamespace(**(vars(SHAPED) | {name: 3}))
     seen = load_rollout_state(tmp_path, process(), changed)
-    dropped = {
-        "step": 0,
-        "batches": None,
-    }
-    assert seen == seen | dropped | {"smoothing": {}, "prompts_drawn": 7}
+    assert seen == seen | kept | {"step": 0, "batches": None}
     [record] = caplog.records
     assert record.getMessage().endswith(f"{name} changed.")
 

@@ -18,6 +18,7 @@ from support.losses import (
     gradients,
     logps_of,
     our_loss,
+    vowels,
 )
 from tiny import save_tiny
 from trl import RLOOTrainer
@@ -28,10 +29,6 @@ from trl_qurl.rollout.mismatch import mismatch_metrics, mismatch_sums
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("trainer")]
 
 B, T = 6, 6
-
-
-def vowels(completions, **kwargs):
-    return [sum(completion.count(vowel) for vowel in "aeiou4567") / 8 for completion in completions]
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ import torch
 from accelerate import Accelerator
 from tiny import tiny_model
 
-from trl_qurl.quantization import SCHEMES
 from trl_qurl.rollout.cost import RolloutCost
 from trl_qurl.rollout.mismatch import MismatchTally, mismatch_metrics, mismatch_sums
 from trl_qurl.rollout.samples import Listing, Samples
@@ -16,8 +15,6 @@ from trl_qurl.trainers.checks import samples as module
 from trl_qurl.trainers.checks.samples import scored_samples
 from trl_qurl.trainers.dynamic_sampling import FilledBatch, Sample
 from trl_qurl.trainers.scoring import Rollout, loss_metrics
-
-INT8 = SCHEMES["int8"]
 
 
 def test_mismatch_by_hand():
@@ -47,9 +44,8 @@ def test_contradicted_tokens_by_hand():
     # only. The second is at e^-1.9, the engine is not sure of the third, the fourth is padding.
     behavior = torch.tensor([[-0.6, -0.6, -0.7, -0.6]])
     proximal = behavior + torch.tensor([[-2.1, -1.9, -5.0, -5.0]])
-    metrics = mismatch_metrics(
-        *mismatch_sums(proximal, behavior, torch.tensor([[1, 1, 1, 0]]), cap=2.0)
-    )
+    mask = torch.tensor([[1, 1, 1, 0]])
+    metrics = mismatch_metrics(*mismatch_sums(proximal, behavior, mask, cap=2.0))
     assert metrics["mismatch/contradicted_share"] == pytest.approx(1 / 3)
 
 
@@ -83,21 +79,15 @@ def test_mismatch_adds_up_over_processes():
     proximal, behavior = torch.randn(4, 5), torch.randn(4, 5)
     mask = torch.rand(4, 5) < 0.7
     whole, whole_max = mismatch_sums(proximal, behavior, mask, 2.0)
-    parts = [
-        mismatch_sums(proximal[i : i + 2], behavior[i : i + 2], mask[i : i + 2], 2.0)
-        for i in (0, 2)
-    ]
-    torch.testing.assert_close(parts[0][0] + parts[1][0], whole)
-    assert max(part[1] for part in parts) == whole_max
+    halves = zip(proximal.split(2), behavior.split(2), mask.split(2), strict=True)
+    sums, largest = zip(*(mismatch_sums(*half, 2.0) for half in halves), strict=True)
+    torch.testing.assert_close(sum(sums), whole)
+    assert max(largest) == whole_max
 
 
 def test_no_scored_token_gives_no_metrics():
-    assert (
-        mismatch_metrics(
-            *mismatch_sums(torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(1, 2).bool(), 2.0)
-        )
-        == {}
-    )
+    nothing = torch.zeros(1, 2)
+    assert mismatch_metrics(*mismatch_sums(nothing, nothing, nothing.bool(), 2.0)) == {}
 
 
 # A few completions, for a proof

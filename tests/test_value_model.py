@@ -10,7 +10,7 @@ from support.building import start_no_engine
 from tiny import FAMILIES, VOCABULARY, save_tiny, tiny_classifier, tiny_model, tiny_tokenizer
 from transformers import AutoModelForSequenceClassification
 
-from trl_qurl import QuRLGRPOConfig, QuRLPPOTrainer
+from trl_qurl import QuRLPPOTrainer
 from trl_qurl.trainers.critic import build_value_model
 
 IDS = torch.tensor([[40, 50, 60, 70], [0, 41, 51, 61]])
@@ -95,12 +95,6 @@ def no_engine(monkeypatch):
     )
 
 
-def test_a_config_of_grpo_is_refused(tmp_path):
-    config = QuRLGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, steps_per_generation=2)
-    with pytest.raises(TypeError, match=r"QuRLGRPOConfig, which lacks .* pass a QuRLPPOConfig"):
-        build_trainer(QuRLPPOTrainer, tmp_path, args=config)
-
-
 def test_another_tokenizer_is_refused_before_an_engine_starts(tmp_path):
     policy = str(save_tiny(tmp_path / "policy"))
     critic = str(save_tiny(tmp_path / "critic", tokenizer=other_tokenizer()))
@@ -124,32 +118,17 @@ def test_a_policy_from_memory_needs_a_value_model(tmp_path):
 def test_a_critic_that_nothing_trains_is_refused():
     frozen = tiny_classifier()
     frozen.requires_grad_(False)
-    with pytest.raises(
-        ValueError, match="The critic .value_model. has no trainable parameter.*requires_grad_"
-    ):
+    with pytest.raises(ValueError, match=r"critic \(value_model\) has no trainable parameter"):
         build(frozen)
-    adapter = LoraConfig(r=4, target_modules=["q_proj"], task_type="TOKEN_CLS", inference_mode=True)
-    with pytest.raises(
-        ValueError,
-        match="The critic .value_model. has no trainable parameter.*inference_mode=False",
-    ):
-        build(get_peft_model(tiny_classifier(), adapter))
 
 
-def test_a_critic_without_tokens_that_the_policy_samples_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "trl_qurl.rollout.backend.QuantizedVLLMGeneration._init_vllm", start_no_engine
-    )
+def test_a_critic_without_tokens_that_the_policy_samples_is_refused(tmp_path):
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens([f"<t{number}>" for number in range(9)])
     smaller = tiny_classifier(vocab_size=len(tokenizer) - 1)
     given = {"processing_class": tokenizer, "value_model": smaller}
-    with pytest.raises(
-        ValueError,
-        match=f"critic's embedding has only {len(tokenizer) - 1} rows.*resize_token_embed",
-    ):
+    with pytest.raises(ValueError, match="critic's embedding has only .* rows.*resize_token_embed"):
         build_trainer(QuRLPPOTrainer, tmp_path, model=tiny_model(vocab_size=200), **given)
     with pytest.raises(AssertionError):  # the policy cannot sample more, either
-        build_trainer(
-            QuRLPPOTrainer, tmp_path, model=tiny_model(vocab_size=len(tokenizer) - 1), **given
-        )
+        small = tiny_model(vocab_size=len(tokenizer) - 1)
+        build_trainer(QuRLPPOTrainer, tmp_path, model=small, **given)

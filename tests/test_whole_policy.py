@@ -4,11 +4,7 @@ accelerate keeps its checkpoints.
 
 import pytest
 import torch
-import yaml
-from documents import ROOT
 from transformers import AutoModelForCausalLM
-
-CONFIGURATIONS = sorted((ROOT / "examples" / "accelerate_configs").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
@@ -23,11 +19,3 @@ def test_fsdp2_saves_a_policy_that_can_be_loaded(kind, run_scenario, tmp_path):
             assert torch.equal(saved.state_dict()[name], tensor), f"{name} in {directory}"
     # to resume from
     assert list((tmp_path / "checkpoint-1").glob("pytorch_model_fsdp*"))
-
-
-@pytest.mark.parametrize("path", CONFIGURATIONS, ids=lambda path: path.stem)
-def test_the_configurations_save_whole_policies(path):
-    settings = yaml.safe_load(path.read_text())
-    fsdp = settings.get("fsdp_config", {"fsdp_state_dict_type": "FULL_STATE_DICT"})
-    assert fsdp["fsdp_state_dict_type"] == "FULL_STATE_DICT"
-    assert settings.get("deepspeed_config", {}).get("zero3_save_16bit_model", True)

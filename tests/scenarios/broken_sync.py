@@ -44,15 +44,6 @@ def doubled(part: str) -> Callable[[Any], Any]:
     )
 
 
-def swap_two_layers(tensors: Any) -> Any:
-    for name, tensor in tensors:
-        for one, other in ((0, 1), (1, 0)):
-            if f"layers.{one}.mlp.up_proj" in name:
-                name = name.replace(f"layers.{one}.", f"layers.{other}.")
-                break
-        yield name, tensor
-
-
 # Places for a fault
 # --------------------------------------------------------------------------------------------------
 
@@ -180,28 +171,21 @@ FAULTS: dict[str, Fault] = {
     "none": lambda generation: nullcontext(),
     "tensor skipped": on_the_way(without(SCALE)),
     "scale doubled before sending": before_sending(doubled(SCALE)),
-    "layers swapped before sending": before_sending(swap_two_layers),
     "reload that does nothing": load_nothing,
     "norm doubled inside": double_a_norm_inside,
     "version forgotten": forget_the_version,
     "prefix cache kept": keep_the_prefix_cache,
     "NaN in a quantized layer": diverged("model.layers.1.mlp.up_proj.weight", float("nan")),
-    "infinity in the embedding": diverged("model.embed_tokens.weight", float("-inf")),
     "layer skipped": on_the_way(without("layers.1.mlp.down_proj")),
-    "norm skipped": on_the_way(without("layers.0.input_layernorm")),
-    "embedding skipped": on_the_way(without("embed_tokens")),
 }
 ADAPTER_FAULTS: dict[str, Fault] = {
     "adapter": lambda generation: nullcontext(),
     "adapter's file changed before loading": around_loading(before=change_the_file),
-    "adapter's file changed after loading": around_adding(
-        after=lambda request: change_the_file(Path(request.lora_path))
-    ),
+    "adapter's file changed after loading": around_adding(after=change_its_file),
     # vLLM without `load_inplace` keeps the adapter that it has under this name.
     "old adapter kept": around_adding(
         before=lambda request: setattr(request, "load_inplace", False)
     ),
-    "adapter doubled before sending": before_sending(doubled(".lora_B")),
     "adapter not asked for": around_loading(after=lambda llm: setattr(llm, "adapter", None)),
     "NaN in an adapter": diverged(UP.replace("lora_B", "lora_B.default"), float("nan")),
 }

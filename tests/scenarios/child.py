@@ -3,12 +3,24 @@ output.
 """
 
 import json
+import logging
 import os
 import sys
 from pathlib import Path
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 sys.path.insert(0, str(Path(__file__).parents[1]))
+
+
+class Heard(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self, level: int = logging.NOTSET) -> None:
+        super().__init__(level)
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
 
 
 def print_record(record):

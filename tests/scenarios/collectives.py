@@ -10,7 +10,6 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
-from itertools import islice
 from pathlib import Path
 from unittest import mock
 
@@ -28,7 +27,7 @@ from trl.generation.vllm_client import VLLMClient
 
 from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
 from trl_qurl.quantization import write_checkpoint
-from trl_qurl.rollout import backend, routes, sync
+from trl_qurl.rollout import backend, routes
 from trl_qurl.rollout.errors import ServerError
 
 SETTINGS = {
@@ -199,35 +198,6 @@ def run_and_resume(case: Case) -> None:
     case.check("resumes without one process's state", case.resume)
 
 
-def plant(case: Case) -> None:
-    """Faults of ours, one at a time, each in one process."""
-    parameters, require = routes.model_parameters, sync.WeightSync.require_version
-    planted = {
-        "an error is kept": (False, "group.Group.run", lambda self, act, *join: act(), 1),
-        "a tensor is not read": (
-            False,
-            "routes.model_parameters",
-            lambda *args: islice(parameters(*args), 9),
-            0,
-        ),
-        "a broadcast more": (
-            True,
-            "sync.WeightSync.require_version",
-            lambda self: (dist.barrier(), require(self)),
-            0,
-        ),
-        "the stream is left": (True, "routes.deque", lambda *args, **kwargs: None, 1),
-    }
-    case.check("starts", case.start)
-    for name, (in_main, target, fault, number) in planted.items():
-        with (
-            mock.patch(f"trl_qurl.rollout.{target}", fault)
-            if case.is_main == in_main
-            else nullcontext()
-        ):
-            case.check(name, case.rollout, "fails", number)
-
-
 def main(out: Path, kind: str, route: str, *faults: str) -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), size, rank == 0)
@@ -248,8 +218,8 @@ def main(out: Path, kind: str, route: str, *faults: str) -> None:
                 mock.patch.object(routes, "choose_route", lambda *args: ("stream", "a test"))
             )
         patches.enter_context(recorder)
-        if faults in (("planted",), ("resumed",)):
-            (plant if faults == ("planted",) else run_and_resume)(case)
+        if faults == ("resumed",):
+            run_and_resume(case)
         else:
             run(case, list(faults))
     dist.barrier()  # the main process has the store

@@ -68,6 +68,7 @@ def keep_running(parent: str, losses: Path, runs: int) -> Counter[int]:
     """Make so many runs, 40 of them at a time, and count how they ended."""
     statuses: Counter[int] = Counter()
     running: set[int] = set()
+    ended, held = os.pipe()  # all hold it, also forks that outlive their runs
     for seed in range(runs):
         if (process := os.fork()) == 0:
             try:
@@ -83,6 +84,8 @@ def keep_running(parent: str, losses: Path, runs: int) -> Counter[int]:
         process, status = os.wait()
         running.remove(process)
         statuses[os.waitstatus_to_exitcode(status)] += 1
+    os.close(held)
+    os.read(ended, 1)  # returns when the last one has ended
     return statuses
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from child import run_all
+from child import Heard, run_all
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from short_runs import BASE, KINDS, letters, saved, texts
@@ -22,17 +22,6 @@ EVERY_SECOND = {
     "vllm_max_model_length": 64,
 }
 NOT_REPEATED = ("time/", "step_time", "throughput/", "train_", "weights/")
-
-
-class Heard(logging.Handler):
-    """Keeps what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.said: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
 
 
 def build(out: Path, kind: str, model: Any, settings: dict[str, Any], **given: Any) -> Any:

@@ -19,12 +19,13 @@ from pathlib import Path
 import numpy
 import torch
 from accelerate.utils import gather_object
-from child import run_all
+from child import Heard, run_all
 from datasets import Dataset
 from fresh_engine import answer
 from peft import LoraConfig, PeftModel, get_peft_model
 from short_runs import build as build_trainer
 from splits import ZERO3, UnderFSDP2, UnderZeRO3
+from support.losses import vowels
 from tiny import KEPT, PROBE, tiny_model, tiny_tokenizer, write_with_llmcompressor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForTokenClassification
@@ -32,15 +33,7 @@ from transformers import AutoModelForTokenClassification
 from trl_qurl.quantization import write_checkpoint
 from trl_qurl.quantization.merging import model_parameters
 
-"""The prompts of each run, rollout by rollout."""
-
 PROMPTS = ["ab", "cde", "f g", "h1", "i22", "jj", "k", "lm"]
-
-
-def count_vowels(completions, **kwargs):
-    return [
-        sum(character in "aeiou4567" for character in completion) / 8 for completion in completions
-    ]
 
 
 def reseed_globally(completions, **kwargs):
@@ -49,17 +42,17 @@ def reseed_globally(completions, **kwargs):
     """
     numpy.random.seed(0)
     torch.manual_seed(0)
-    return count_vowels(completions)
+    return vowels(completions)
 
 
 def teaching(useless):
-    """The reward of `count_vowels`, but 0 for the first kinds of prompt; adds a column to the
+    """The reward of `vowels`, but 0 for the first kinds of prompt; adds a column to the
     completions' table.
     """
 
     def teaching(prompts, completions, log_extra=None, **kwargs):
         log_extra("first letter", [prompt[0] for prompt in prompts])
-        counts = count_vowels(completions)
+        counts = vowels(completions)
         return [
             0.0 if prompt.startswith(tuple(PROMPTS[:useless])) else count
             for prompt, count in zip(prompts, counts, strict=True)
@@ -206,7 +199,7 @@ def build(options):
         kind = "PPO"
         given["value_model"] = options.value_model
     prompts = PROMPTS * 4
-    reward = reseed_globally if options.reseed else count_vowels
+    reward = reseed_globally if options.reseed else vowels
     if options.useless:
         prompts = [f"{prompt}{i}" for i in range(4) for prompt in PROMPTS]
         reward = teaching(options.useless)
@@ -233,12 +226,10 @@ def whole(parameter):
 
 
 def run(options):
-    warned = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda entry: warned.append(entry.getMessage())
-    logging.getLogger("trl_qurl.rollout.backend").addHandler(handler)
+    heard = Heard(logging.WARNING)
+    logging.getLogger("trl_qurl.rollout.backend").addHandler(heard)
     trainer = build(options)
-    logging.getLogger("trl_qurl.rollout.backend").removeHandler(handler)
+    logging.getLogger("trl_qurl.rollout.backend").removeHandler(heard)
     KEPT.append(trainer)
     generation = trainer.vllm_generation
     critic_start = copied(trainer.critic.model.named_parameters()) if options.ppo else {}
@@ -246,7 +237,7 @@ def run(options):
     generation.sync_weights()
     record = {
         "probe_start": engine_logps(trainer),
-        "warned": warned,
+        "warned": heard.said,
         "whole_mb": generation.cost.take().sent_bytes / 1e6,
     }
     if options.kill_before_generation and trainer.accelerator.is_main_process:

@@ -1,7 +1,7 @@
 """Settings that any machine can run."""
 
 from dataclasses import fields
-from typing import Any, get_type_hints
+from typing import Any
 
 import pytest
 from trl import GRPOConfig
@@ -20,16 +20,6 @@ SEVERAL_UPDATES = {"steps_per_generation": 4, "gradient_accumulation_steps": 1}
 
 def config(**settings):
     return QuRLGRPOConfig("out", **PLAIN | SEVERAL_UPDATES | settings)
-
-
-def limited(kind: type) -> set[str]:
-    """The settings of a config that have a limit, or choices."""
-    hints = get_type_hints(kind, include_extras=True)
-    return {
-        field.name
-        for field in fields(kind)
-        if str(hints[field.name]).startswith(("typing.Annotated", "typing.Literal"))
-    }
 
 
 def refusal(kind: type = QuRLGRPOConfig, **settings: Any) -> str:

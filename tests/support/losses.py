@@ -29,6 +29,10 @@ Batch = dict[str, Any]
 Tensors = dict[str, torch.Tensor]
 
 
+def vowels(completions: list[str], **kwargs: Any) -> list[float]:
+    return [sum(completion.count(vowel) for vowel in "aeiou4567") / 8 for completion in completions]
+
+
 def ready(trainer: Any) -> Any:
     """Return a new trainer, set to train."""
     trainer.model.train()

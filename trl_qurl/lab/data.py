@@ -157,7 +157,7 @@ def _load_rows(name: str, split: str, config: str | None) -> Iterable[Row]:
         return load_dataset(name, config, split=split)
     if not path.is_file():
         raise FileNotFoundError(
-            f"{name} does not exist: give a {', '.join(SUFFIXES)} file (~ is not expanded), "
+            f"{name} is not an existing {', '.join(SUFFIXES)} file: give one (~ is not expanded), "
             "or a Hub name."
         )
     if suffix not in SUFFIXES:
