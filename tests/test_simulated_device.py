@@ -115,6 +115,8 @@ def watch(monkeypatch):
         "numpy": lambda x: memoryview(b""),
     }.items():
         monkeypatch.setattr(FakeTensor, name, double, raising=False)
+    for scheme in SCHEMES.values():  # its samples are real tensors, or would be fake ones forever
+        scheme.layout(torch.empty(128, 256, device="meta"))
     with FakeTensorMode(allow_non_fake_inputs=True), Watch() as watch:
         yield watch
 
