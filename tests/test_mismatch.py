@@ -188,13 +188,13 @@ def test_a_kl_is_reached_with_the_fewest_groups():
 
 @pytest.mark.parametrize(
     ("reached", "kept"),
-    [((0.0025, 0.0015), [1, 2]), ((0.0025, 0.0025, 0.0025), [1, 2, 3])],
+    [((0.0025, 0.0015), [1, 3]), ((0.0025, 0.0025, 0.0025), [1, 3, 4])],
 )
 def test_lists_grow_until_an_engine_is_within_the_budget(reached, kept, monkeypatch):
     """Of a KL of 0.005, a 16-bit engine has 0.0005; the first step is all that the estimates ask
-    for.
+    for. Two would be enough then, without a margin.
     """
-    kls = (7.0, 1.0, 0.7, 0.5, 0.3)
+    kls = (7.0, 0.7, 1.0, 0.5, 0.3)
     steps = [Step((str(number),), "none", kl, 100) for number, kl in enumerate(kls)]
     asked = []
     figures = iter(reached)
@@ -355,16 +355,9 @@ def test_the_command_says_what_rounding_does(measured):
     exact, plain, finer = (found["kl_k3"] for found in written["formats"].values())
     assert exact["high"] < finer["low"], "rounding is more than kernels do"
     assert finer["value"] <= BUDGET < plain["low"], "an engine with the layers is within the budget"
-
-
-@pytest.mark.vllm
-@pytest.mark.xdist_group("mismatch")
-@needs_vnni
-def test_a_cache_that_the_engine_has_is_measured_with_it(measured):
-    _, printed, written = measured
     cache = written["caches"]["fp8"]["kl_k3"]
-    weights = min(written["formats"][name]["kl_k3"]["value"] for name in ("int8", "int8, 2 finer"))
-    assert written["formats"]["none"]["kl_k3"]["high"] < cache["low"], "a cache of 16 bits"
+    assert exact["high"] < cache["low"], "a cache of 16 bits"
+    weights = min(plain["value"], finer["value"])
     advice = "leave kv_cache_dtype out" if cache["value"] > weights else "fine beside the weights"
     assert f"Cache fp8: {advice}" in " ".join(printed.split())
 

@@ -67,7 +67,7 @@ def test_panels_of_the_picture(tmp_path, drawn):
     }
     first = Panel("KL", "nats", runs, logarithmic=True, x="hour", limit=0.005)
     draw([first, Panel("", "", {})], tmp_path)
-    decades = Panel("", "", {"": [points([1, 9], [1e-6, 1])]}, logarithmic=True)
+    decades = Panel("", "", {"": [points([1, 9], [5e-6, 1])]}, logarithmic=True)
     draw([decades, Panel("", "", {}), Panel("", "", {})], tmp_path)
     figure, odd = drawn
     kl, below = figure.axes

@@ -70,15 +70,15 @@ class Clone:
         (folder / "setup.cfg").touch()
         (folder / "pyproject.toml").write_text(PROJECT)
         (folder / "backend.py").write_text(BACKEND)
-        # A file for some of pip's settings, a variable for what it is to overrule there.
-        settings = ("no-index = true", "index-url = http://127.0.0.1:1/", "find-links = /nowhere")
-        (folder / "pip.conf").write_text("\n".join(["[global]", *settings, ""]))
-        others = {
-            name: value for name, value in os.environ.items() if name[:3] not in ("PIP", "UV_")
+        # A file for one of pip's settings, a variable for what it is to overrule there.
+        (folder / "pip.conf").write_text("[global]\nno-index = true\nfind-links = /nowhere\n")
+        self.environment = {
+            "PATH": os.environ["PATH"],
+            "PIP_CONFIG_FILE": str(folder / "pip.conf"),
+            "PIP_FIND_LINKS": str(self.wheels),
+            "UV_CACHE_DIR": str(folder / "cache"),
+            "PYTHONDONTWRITEBYTECODE": "1",
         }
-        ours = {"PIP_CONFIG_FILE": str(folder / "pip.conf"), "PIP_FIND_LINKS": str(self.wheels)}
-        ours |= {"UV_CACHE_DIR": str(folder / "cache"), "PYTHONDONTWRITEBYTECODE": "1"}
-        self.environment = others | ours
 
     def lock(self, *lines: str) -> None:
         (self.folder / "requirements/cpu.lock").write_text("\n".join(lines) + "\n")
