@@ -1,21 +1,17 @@
-"""The examples of docs/architecture.md: in other packages a scheme and an objective (GMPO:
-test_trainers.py).
+"""The examples of docs/architecture.md: a scheme of another package, another trainer, and a check
+(the others: test_trainers.py).
 """
 
 import json
 import os
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 from conftest import FORGET_OURS, completed
 from documents import ROOT, blocks, extension_examples
 from safetensors.torch import load_file
-from tiny import save_tiny, stream_of, tiny_model
-
-from trl_qurl.quantization import SCHEMES
-from trl_qurl.quantization.merging import model_parameters
+from tiny import save_tiny
 
 PAGE = ROOT / "docs" / "architecture.md"
 EXAMPLES = extension_examples()
@@ -40,20 +36,6 @@ from trl_qurl import QuRLGRPOConfig
 
 config = QuRLGRPOConfig("run", rollout_quantization="w6a16", use_cpu=True, bf16=False, report_to=[])
 print(json.dumps(config.rollout_quantization))
-"""
-
-
-USE_THE_OBJECTIVE = """
-import json
-import made_up
-import torch
-from trl_qurl import QuRLGRPOConfig
-from trl_qurl.objective import get_objective, surrogate_terms
-
-config = QuRLGRPOConfig("run", objective="truncated_quantized_ratio", use_cpu=True, bf16=False, report_to=[])
-behavior, proximal = torch.tensor([[-1.0, -2.5]]), torch.tensor([[-1.0, -0.5]])
-terms = surrogate_terms(config.objective, proximal, behavior, torch.ones(1), cap=2.0)
-print(json.dumps({name: term.tolist() for name, term in terms._asdict().items()}))
 """
 
 
@@ -140,14 +122,6 @@ needs_w6a16 = pytest.mark.skipif(
 )
 
 
-def test_an_objective_of_another_package(run, tmp_path):
-    """Training with it, and its model card: tests/test_trainers.py."""
-    (tmp_path / "made_up.py").write_text(EXAMPLES["objective"])
-    terms = run(USE_THE_OBJECTIVE)
-    assert terms["old_logps"] == [[-1.0, -2.5]], "the quantized policy is below the ratio"
-    assert terms["weight"] == [[1.0, 2.0]], "of e^2 = 7.39 the cap leaves 2"
-
-
 @needs_w6a16
 def test_a_scheme_that_is_registered(run, tmp_path):
     (tmp_path / "my_package.py").write_text(EXAMPLES["scheme"])
@@ -166,34 +140,3 @@ def test_a_scheme_of_another_package(run, tmp_path):
         tensors = load_file(tmp_path / way / "model.safetensors")
         # words for 128 inputs
         assert tensors["model.layers.0.mlp.up_proj.weight_packed"].shape == (128, 24)
-
-
-def test_a_transform_of_weights():
-    """Through a stream; a trainer with one: tests/test_trainers.py."""
-    names = {}
-    exec(EXAMPLES["transform"], names)
-    model = tiny_model()
-    weight = model.model.layers[0].mlp.up_proj.weight.data
-    weight[0, 0] = 100 * weight[0].std()
-    stream = stream_of(model, SCHEMES["int8"])
-
-    def scale():
-        tensors = dict(stream.tensors(model_parameters(model)))
-        return tensors["model.layers.0.mlp.up_proj.weight_scale"][0].item()
-
-    wide = scale()
-    stream.transforms.append(names["clip_outliers"])
-    assert scale() == pytest.approx(4 * weight[0].std().item() / 127.5, rel=0.01)
-    assert scale() < wide / 2
-
-
-def test_a_check_of_another_package(caplog):
-    names: dict = {}
-    exec(EXAMPLES["check"], names)
-    caplog.clear()  # of what imports say
-    check = names["RepetitionCheck"]()
-    state, model = SimpleNamespace(global_step=3), SimpleNamespace(training=True)
-    check.trainer = SimpleNamespace(state=state, model=model)
-    for completions, said in (([[1], [2]], 0), ([[1], [1], [1]], 1)):
-        check.on_rollout(SimpleNamespace(samples=SimpleNamespace(completions=completions)))
-        assert len(caplog.messages) == said

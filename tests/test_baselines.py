@@ -40,14 +40,3 @@ def test_a_worse_figure_fails_and_is_not_stored(compare, now, worse):
     status, printed, stored = compare(**now)
     assert (status, stored) == (bool(worse), STORED)
     assert worse in printed
-
-
-def test_new_figures_are_stored_if_asked_to(compare):
-    compare(**STORED)
-    assert compare(startup=0.05, sync=9.0)[::2] == (0, STORED)
-    assert compare("--store", startup=0.5)[::2] == (0, STORED | {"startup": 0.5})
-
-
-def test_a_directory_without_a_model_is_refused_before_anything_is_measured(compare, tmp_path):
-    with pytest.raises(SystemExit, match="2"):
-        compare("--model", str(tmp_path), startup=0.05)

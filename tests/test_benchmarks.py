@@ -2,8 +2,6 @@
 
 import importlib
 import json
-import multiprocessing.spawn
-import os
 import sys
 
 import pytest
@@ -27,43 +25,6 @@ def test_model_sizes_are_those_of_qwen(load, size, parameters):
     """As Qwen2.5's, but for the norms of queries and keys."""
     model = load("shapes").SHAPES[size].build(torch.bfloat16, torch.device("meta"))
     assert sum(weight.numel() for weight in model.parameters()) == parameters
-
-
-@pytest.fixture
-def warm_spawn(warm_python):
-    """Start processes of multiprocessing with the interpreter that has imported everything."""
-    before = multiprocessing.spawn.get_executable()
-    multiprocessing.set_executable(str(warm_python))
-    yield
-    multiprocessing.set_executable(before)
-
-
-def divide_by_zero():
-    yield {"first": 1}
-    yield {"second": 1 / 0}
-
-
-def test_measurements_before_a_failure_are_kept(warm_spawn, load):
-    result = load("apart").measure_apart(divide_by_zero)
-    assert result == {"first": 1, "failure": "ZeroDivisionError: division by zero"}
-
-
-def build_exit(status):
-    return lambda answer: answer or os._exit(status)
-
-
-def test_a_contestant_that_fails_is_an_error_and_not_a_hang(warm_spawn, load):
-    contestant = load("turns").Contestant
-    broken, dying = contestant(int, "no\nengine"), contestant(build_exit, 3)
-    try:
-        with pytest.raises(RuntimeError, match="^ValueError: invalid literal"):
-            broken.ask(1)
-        assert dying.ask(7) == 7
-        with pytest.raises(RuntimeError, match="the process ended with 3"):
-            dying.ask(0)
-    finally:
-        broken.stop()
-        dying.stop()
 
 
 @pytest.mark.vllm

@@ -21,29 +21,7 @@ def test_one_digit_arithmetic():
     assert [last_number(text, 12) for text in ("3 x 4 = 12.", "12 is 3 x 4", "112")] == [1, 0, 0]
 
 
-def test_a_study_without_a_model_is_refused_before_its_runs(tmp_path, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        real_model.main([str(tmp_path)])
-    assert "it has no config.json" in capsys.readouterr().err
-
-
-def test_the_status_of_a_study_is_the_number_of_runs_that_failed(tmp_path, monkeypatch):
-    (tmp_path / "config.json").touch()
-    monkeypatch.setattr(real_model, "run_child", lambda arm, seed: seed == 0)
-    options = ["--arms", "bf16", "--seeds", "0", "1", "2", "--output", str(tmp_path)]
-    assert real_model.main([str(tmp_path), *options]) == 2
-
-
-def test_runs_with_one_update_per_rollout_are_kept_apart(tmp_path, monkeypatch):
-    (tmp_path / "config.json").touch()
-    log = real_model.place(tmp_path / "arithmetic", "bf16", 0)
-    log.parent.mkdir()
-    log.touch()
-    ran = []
-    monkeypatch.setattr(real_model, "run_child", lambda arm, seed: ran.append(arm) or True)
-    options = [str(tmp_path), "--arms", "bf16", "--seeds", "0", "--output", str(tmp_path)]
-    assert real_model.main(options) == 0 and not ran
-    assert real_model.main([*options, "--updates", "1"]) == 0 and ran == ["bf16"]
+def test_updates_per_rollout():
     few, many = (real_model.training_settings(10, updates) for updates in (1, 4))
     assert few["max_steps"] == 10 and many["max_steps"] == 40
     for settings in (few, many):  # a rollout has 32 completions

@@ -32,9 +32,7 @@ def check(monkeypatch, tmp_path, capsys):
         ("mean(reward[-2:]) > 0.94", 0),  # of 0.9 and 1
         ("mean(reward[-2:]) > 0.96", 1),
         ("median(reward[:2]) >= 0.15", 0),  # of 0.1 and 0.2
-        ("max(reward) <= 1", 0),
         ("min(reward[1:3])<0.21", 0),
-        ("min(reward[1:3])<0.2", 1),
         ("mean(loss) < 1", 2),
     ],
 )

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from conftest import child_environment
-from documents import ROOT, inline_code
+from documents import ROOT
 from tiny import save_tiny
 from trl import GRPOConfig, ModelConfig, RLOOConfig
 
@@ -21,7 +21,6 @@ from trl_qurl.lab.recipes.arguments import CriticArguments, check_names, parse
 
 HEAVY = ("torch", "transformers", "trl", "vllm", "datasets", "matplotlib", "rich")
 TRAINING = ("grpo", "ppo", "rloo")
-README = ROOT / "README.md"
 
 
 def run(*arguments, **environment):
@@ -72,7 +71,6 @@ def test_names_that_are_checked_before_imports_are_those_of_the_configurations(c
     ("arguments", "named"),
     [
         ("gpro", "invalid choice: 'gpro' (choose from"),
-        ("demo --sheme int8", "demo: error: unrecognized arguments: --sheme int8"),
         ("quantize model out --scheme in8", "'in8'; did you mean 'int8'? "),
         ("quantize model out more --scheme int8", "quantize: error: unrecognized arguments: more"),
         ("quantize model out --scheme none", "--scheme is 'none'"),
@@ -82,16 +80,9 @@ def test_names_that_are_checked_before_imports_are_those_of_the_configurations(c
         ("grpo --learning-rte=1e-6", "learning_rte, did you mean learning_rate?"),
         ("grpo --warmup_ratio .1 --no_cuda", "a share of all steps); no_cuda (transformers < 5.0)"),
         ("grpo --config old.yaml", "max_prompt_length (TRL < 0.28): filter long prompts out"),
-        ("grpo --rollout_quantization in8", "; did you mean 'int8'"),
-        ("grpo --objective tiss", "must be one of 'acr', 'tis'"),
         ("grpo --weight_sync steam", "choose from 'auto', 'stream'"),
-        ("grpo --reward_func accuracy_reward", "reward_func, did you mean reward_funcs?"),
         ("grpo --scheme int8", "scheme (other commands of trl-qurl): `rollout_quantization`"),
-        ("grpo --dataset_train_split x", ", did you mean dataset_split?"),
         ("grpo --config gsm9k", "settings file gsm9k does not exist"),
-        ("grpo --config", "--config"),
-        ("grpo --max_steps many", "invalid int value: 'many'"),
-        ("rloo --config qurl", "objective is 'acr', but must be one of 'tis'"),
     ],
 )
 def test_a_typing_error_is_named_in_the_last_line(capsys, monkeypatch, tmp_path, arguments, named):
@@ -189,15 +180,7 @@ def test_the_help_of_training_shows_essential_options(capsys, command, config, p
     ours = {field.name for field in dataclasses.fields(config)} - inherited
     assert {*ours, "dataset", "output_dir", "vllm_mode", "config"} < {*listed}
     assert listed[0] == "model" and "model_name_or_path" not in listed and len(listed) < 65
-    advised = set(
-        re.findall(
-            r"--(\w+)", " ".join(code for code in inline_code(README) if code.startswith("--"))
-        )
-    )
-    assert "vllm_gpu_memory_utilization" in advised
-    assert advised < {*listed}, "what README says to change"
     assert f"trl-qurl {command} --model " in shown, "an example"
-    assert "qurl-gsm8k" in shown, "a default of the command"
     assert not re.search(r"default:\s+None", shown), "which says nothing"
     assert "trl-qurl serve" in shown, "not vLLM's server"
     with pytest.raises(SystemExit):
@@ -222,7 +205,6 @@ def test_without_an_accelerator_training_is_put_on_the_cpu(monkeypatch, tmp_path
     [
         ("seed: 1\na: [1\n b: 2", "YAML.* line 3"),
         ("- learning_rate", "run.yaml .* `NAME: value`"),
-        ("learning_rte: 1.0e-6", "learning_rte, did you mean learning_rate"),
     ],
 )
 def test_settings_files_that_cannot_be_used(tmp_path, text, named, capsys):
@@ -231,15 +213,6 @@ def test_settings_files_that_cannot_be_used(tmp_path, text, named, capsys):
     assert cli.main(["ppo", "--config", str(path)]) == 2
     [error] = capsys.readouterr().err.splitlines()
     assert re.search(named, error)
-
-
-def test_a_wrong_settings_file_is_reported_before_slow_imports():
-    program = (
-        "import sys; from trl_qurl.cli import main; assert main(['grpo', '--config', 'gsm9k']) == "
-        "2; assert not {'torch', 'transformers', 'trl'} & sys.modules.keys()"
-    )
-    done = run("-c", program)
-    assert done.returncode == 0 and "gsm9k" in done.stderr, done.stderr
 
 
 def test_a_name_on_the_hub_costs_one_request(monkeypatch, tmp_path):
@@ -268,12 +241,14 @@ def test_offline_a_misspelled_directory_is_named(tmp_path, monkeypatch, capsys):
     check_model("some/model")
 
 
-def test_what_is_quantized_is_not_quantized_again(tmp_path, capsys):
+def test_what_is_quantized_is_not_quantized_again(tmp_path, monkeypatch, capsys):
     save_tiny(tmp_path / "model")
+    monkeypatch.setitem(sys.modules, "llmcompressor", None)  # nor is it needed
     for source, target, status in (("model", "once", 0), ("once", "twice", 2)):
         command = ["quantize", str(tmp_path / source), str(tmp_path / target), "--scheme", "fp8"]
         assert cli.main(command) == status
     assert "once is quantized already" in capsys.readouterr().err
+    assert (tmp_path / "once" / "model.safetensors").exists()
     assert not (tmp_path / "twice").exists()
 
 
@@ -292,17 +267,6 @@ def test_a_directory_without_a_model_is_not_taken_for_a_hub_name(tmp_path, monke
         check_model(str(tmp_path))
 
 
-def test_command_line_overrides_file_overrides_recipe(tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_text("model: my/model\nlearning_rate: 3.0e-6\nlora_r: 8\n")
-    arguments = ["--use_cpu", "true", "--bf16", "false", "--output_dir", str(tmp_path)]
-    script, training, model = parse("grpo", [*arguments, "--lora_r", "4", "--config", str(path)])
-    assert script.dataset == "openai/gsm8k"
-    assert (training.learning_rate, training.uaq_scale, model.lora_r) == (3e-6, 1.0, 4)
-    assert training.updates_per_rollout == 4 and model.model_name_or_path == "my/model"
-    assert parse("grpo", [*arguments, "--model", "other"])[2].model_name_or_path == "other"
-
-
 def test_the_rloo_recipe_makes_one_update_per_rollout(tmp_path):
     arguments = ["--use_cpu", "true", "--bf16", "false", "--output_dir", str(tmp_path)]
     _, training, _ = parse("rloo", arguments)
@@ -310,11 +274,3 @@ def test_the_rloo_recipe_makes_one_update_per_rollout(tmp_path):
     assert training.updates_per_rollout == 1
     assert (training.objective, training.learning_rate, training.beta) == ("tis", 1e-5, 0.05)
     assert parse("rloo", [*arguments, "--config", "naive"])[1].objective == "naive"
-
-
-def test_quantize_needs_no_llmcompressor(tmp_path, monkeypatch, capsys):
-    save_tiny(tmp_path / "model")
-    monkeypatch.setitem(sys.modules, "llmcompressor", None)  # as if it were not installed
-    command = ["quantize", str(tmp_path / "model"), str(tmp_path / "out"), "--scheme", "int8"]
-    assert cli.main(command) == 0, capsys.readouterr().err
-    assert (tmp_path / "out" / "model.safetensors").exists()

@@ -4,7 +4,7 @@ import gzip
 import json
 import math
 import re
-from itertools import compress, pairwise
+from itertools import compress, pairwise, product
 
 import pytest
 from tiny import SHARED
@@ -35,9 +35,6 @@ def test_rows_become_one_user_message_and_a_text_answer(tmp_path, name):
     assert questions.column_names == ["prompt", "solution"]
     assert questions[0]["prompt"] == [{"role": "user", "content": f"0 + 1?\n\n{INSTRUCTION}"}]
     assert questions["solution"][:] == ["$1$", "$2$"], "the limit keeps the first"
-    without = load_questions(path, limit=9, needs_answers=False)
-    assert without["solution"][:] == [""] * 3
-    assert without[0]["prompt"] == questions[0]["prompt"]
     with pytest.raises(ValueError, match="limit=0"):
         load_questions(path, limit=0)
 
@@ -65,28 +62,9 @@ def test_a_line_says_what_cannot_be_compared_as_mathematics(tmp_path, monkeypatc
     counts = "5 answers are compared as mathematics, 1 as text; no form is known for "
     example = "2, such as $C#$: only the same text is right"
     assert describe_solutions(solutions) == f"{counts}{example}."
-    assert describe_solutions(["$1$", "$x$"]).endswith("0 as text; no form is known for 0.")
+    assert describe_solutions(["$1$", "$x$"]).endswith(" 0 as text.")
     monkeypatch.setattr(data, "CHECKED", 2)
     assert describe_solutions(solutions) == f"{counts}{example} (of the first 2 formulas)."
-    monkeypatch.setattr(data, "CHECKED", 1)
-    assert describe_solutions(solutions) == f"{counts}0 (of the first 1 formulas)."
-
-
-def test_a_hub_name_is_not_looked_for_on_disk(monkeypatch):
-    import datasets
-
-    calls = []
-
-    def load_dataset(*args, **kwargs):
-        calls.append((args, kwargs))
-        return datasets.Dataset.from_dict(
-            {"question": ["q", "r"], "answer": ["w #### 1", "w #### 2"]}
-        )
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    questions = load_questions("openai/gsm8k", split="test", config="main", limit=1)
-    assert questions["solution"][:] == ["$1$"]
-    assert calls == [(("openai/gsm8k", "main"), {"split": "test"})]
 
 
 def refused(path, **options):
@@ -98,30 +76,21 @@ def refused(path, **options):
 
 
 COMPLETE = {"question": "q", "answer": "a"}
-EMPTY = [None, "", "  ", [], math.nan]
+BAD = [
+    *product(("question", "answer"), (None, "  ", [], math.nan, {"text": "q"})),
+    ("answer", [{}]),
+    ("answer", ["x", None]),
+    ("question", ["q"]),
+    ("question", [{"role": "user", "content": " "}]),
+    ("question", [{"role": "assistant", "content": "q"}]),
+]
 
 
-@pytest.mark.parametrize("answer", [*EMPTY, {"v": 7}, [{}], ["x", None]])
-def test_a_bad_answer_is_named(tmp_path, answer):
-    path = write(tmp_path / "bad.jsonl", COMPLETE, COMPLETE | {"answer": answer})
-    error = refused(path)
-    assert "answer in row 2" in error and "a number" in error
-
-
-@pytest.mark.parametrize(
-    "question",
-    [
-        *EMPTY,
-        {"text": "q"},
-        ["q"],
-        [{"role": "user", "content": " "}],
-        [{"role": "assistant", "content": "q"}],
-    ],
-)
-def test_a_bad_question_is_named(tmp_path, question):
-    path = write(tmp_path / "bad.jsonl", COMPLETE, COMPLETE | {"question": question})
-    error = refused(path)
-    assert "question in row 2" in error and "messages" in error
+@pytest.mark.parametrize(("column", "value"), BAD)
+def test_a_bad_question_or_answer_is_named(tmp_path, column, value):
+    error = refused(write(tmp_path / "bad.jsonl", COMPLETE, COMPLETE | {column: value}))
+    forms = {"question": "messages", "answer": "a number"}
+    assert f"{column} in row 2" in error and forms[column] in error
 
 
 def test_columns_may_have_the_usual_names_of_the_hub(tmp_path):
@@ -153,7 +122,7 @@ def test_a_missing_file_is_not_mistaken_for_a_hub_name(tmp_path, monkeypatch, na
     monkeypatch.setenv("HOME", str(tmp_path))
     write(tmp_path / "home.jsonl", COMPLETE)
     error = refused(name)
-    assert "does not exist" in error and "~ is not expanded" in error
+    assert "is not an existing" in error and "~ is not expanded" in error
 
 
 @pytest.mark.parametrize(
@@ -204,17 +173,6 @@ def test_values_are_not_converted(tmp_path):
         "$\\text{False}$",
     ]
     assert content_of(rows[0]).startswith("1.50\n")
-
-
-def test_reward_functions_of_your_own_get_all_columns(tmp_path):
-    path = write(tmp_path / "q.jsonl", {"question": "q", "level": 1.5, "solution": 4.5})
-    rows = load_questions(path, needs_answers=False, keep_columns=True)
-    prompt = [{"role": "user", "content": "q"}]
-    assert rows[:] == {"question": ["q"], "level": [1.5], "solution": [4.5], "prompt": [prompt]}
-    [row] = load_questions(path, keep_columns=True)
-    assert row["level"] == 1.5
-    assert row["solution"] == "$4.5$"
-    assert content_of(row) == f"q\n\n{INSTRUCTION}"
 
 
 @pytest.mark.parametrize("needs_answers", [False, True])

@@ -48,20 +48,3 @@ def test_arguments_results_and_errors_of_public_functions_are_described(things):
         assert not answers or kinds & {"returns", "yields"}, f"{function.path}: its result"
         raises = re.search(r"^\s+raise \w", function.source, re.MULTILINE)
         assert not raises or "raises" in kinds, f"{function.path}: its errors"
-
-
-def test_every_field_of_a_public_class_is_described(things):
-    """Configurations describe theirs in groups, as transformers does; small classes by comments."""
-    for thing in things:
-        if not thing.is_class or thing.name.endswith("Trainer"):
-            continue
-        lines = thing.source.splitlines()
-        for field in members(thing):
-            if field.is_attribute and field.annotation and not field.docstring:
-                in_docstring = rf"^ *{field.name}(:| \()"
-                is_described = (
-                    re.search(in_docstring, thing.docstring.value, re.MULTILINE)
-                    or re.search(r"  # [\w`]", field.source)
-                    or lines[field.lineno - thing.lineno - 1].strip().startswith("# ")
-                )
-                assert is_described, field.path

@@ -17,7 +17,6 @@ from conftest import child_environment
 from documents import ROOT
 
 from trl_qurl import cli
-from trl_qurl.lab.demo.task import build_tokenizer
 from trl_qurl.lab.doctor import command, device, environment, trial
 from trl_qurl.lab.doctor.report import Line, Status
 from trl_qurl.quantization.formats import SCHEMES
@@ -140,33 +139,18 @@ def test_bounds_of_an_extra_hold_beside_its_own_package(monkeypatch):
     assert str(requirement) == "transformers<5.18"
 
 
-@pytest.mark.vllm
-@pytest.mark.xdist_group("doctor")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="another kernel takes its place on a GPU")
-def test_an_engine_that_cannot_start(warm_python):
-    broken = {"VLLM_DISABLED_KERNELS": "CPUInt8ScaledMMLinearKernel", "VLLM_LOGGING_LEVEL": "ERROR"}
-    done = doctor("--scheme", "int8", "--json", python=warm_python, **broken)
-    line = lines_of(done)["train-int8"]
-    assert done.returncode == 1
-    assert line["status"] == "FAILED"
-    assert "VLLM_DISABLED_KERNELS" in line["advice"]
-    assert line["data"]["log"]
-
-
 @pytest.mark.parametrize(
     ("torch_code", "text", "advice"),
     [
         ("import os; os.abort()", "was killed by SIGABRT", "issue"),
         ("import time; time.sleep(60)", "did not finish within 3 s; last output: about to", ""),
-        ("import sys; sys.exit('CUDA out of memory')", "exited with status 1; .* CUDA", "Another"),
         (
             "raise ImportError('libcudart.so.13: cannot open')",
             ".*ImportError: libc",
             "install both",
         ),
-        ("raise RuntimeError('cannot reload its kernel')", ".*RuntimeError", "another rollout_q"),
     ],
-    ids=["crash", "hang", "exit", "error", "kernel"],
+    ids=["crash", "hang", "error"],
 )
 def test_a_process_that_crashes_hangs_or_fails_is_a_line(
     torch_code, text, advice, tmp_path, monkeypatch
@@ -202,29 +186,40 @@ def test_an_engine_with_other_weights_is_told_from_a_new_one(stale, is_right):
     assert (trial.largest_difference(reloaded, new) <= trial.LIMIT) == is_right
 
 
+@pytest.fixture
+def examine(monkeypatch):
+    """Examine a machine with so many GPUs, whose trials do not run; the lines, and what was tried."""
+
+    def examine(formats, gpus, works):
+        tried = {}
+
+        def check_in_child(name, module, seconds, *arguments, **variables):
+            tried.setdefault(name, (module, *arguments))
+            is_ok = name == "torch" or works(name, f"{arguments} {variables}")
+            status = Status.OK if is_ok else Status.FAILED
+            line = Line(name, "", status, "See the log", {"gpus": gpus})
+            return [line, Line("formats", "")] if name == "torch" else [line]
+
+        monkeypatch.setattr(command, "check_in_child", check_in_child)
+        return {line.name: line for line in command.examine(formats, quick=False)}, tried
+
+    return examine
+
+
 @pytest.mark.parametrize(
     ("gpus", "broken", "expected"),
     [
         (0, "", ["sleep"]),
-        (0, "train-fp8", ["sleep", "server"]),
         (1, "", ["server"]),
-        (2, "", []),
         (2, "train-fp8", ["sleep", "server"]),
         (2, "train-mixed", []),
     ],
 )
-def test_what_is_tried_follows_from_the_gpus_and_from_failures(gpus, broken, expected, monkeypatch):
-    tried = {}
-
-    def check_in_child(name, module, seconds, *arguments, **variables):
-        tried.setdefault(name, (module, *arguments))
-        line = Line(name, "", Status.FAILED if name == broken else Status.OK, data={"gpus": gpus})
-        return [line, Line("formats", "")] if name == "torch" else [line]
-
-    monkeypatch.setattr(command, "check_in_child", check_in_child)
+def test_what_is_tried_follows_from_the_gpus_and_from_failures(gpus, broken, expected, examine):
     mixed = '{"re:.*down_proj": "w4a16", "*": "int8"}'
-    lines = list(command.examine(["fp8", mixed], quick=False))
-    assert [line.name for line in lines if line.status is Status.SKIPPED] == expected
+    lines, tried = examine(["fp8", mixed], gpus, lambda name, given: name != broken)
+    skipped = [name for name, line in lines.items() if line.status is Status.SKIPPED]
+    assert skipped == expected
     assert tried["train-fp8"] == ("trial", "fp8", "train-fp8")
     assert tried["train-mixed"] == ("trial", mixed, "train-mixed")
     if "server" in tried:
@@ -234,7 +229,6 @@ def test_what_is_tried_follows_from_the_gpus_and_from_failures(gpus, broken, exp
 @pytest.mark.parametrize(
     ("gpus", "chosen", "helps", "said"),
     [
-        (1, None, "mode", "It works without torch.compile"),
         (1, None, "VLLM_USE_V2_MODEL_RUNNER", "VLLM_USE_V2_MODEL_RUNNER=0"),
         (1, None, "enforce_eager", "'enforce_eager': True"),
         (
@@ -247,17 +241,13 @@ def test_what_is_tried_follows_from_the_gpus_and_from_failures(gpus, broken, exp
         (0, None, "mode", ""),
     ],
 )
-def test_what_fails_on_a_gpu_is_tried_in_other_ways(gpus, chosen, helps, said, monkeypatch):
-    def check_in_child(name, module, seconds, *arguments, **variables):
-        works = name == "torch" or helps in f"{arguments} {variables}"
-        line = Line(name, "", Status.OK if works else Status.FAILED, "See the log", {"gpus": gpus})
-        return [line, Line("formats", "")] if name == "torch" else [line]
-
-    monkeypatch.setattr(command, "check_in_child", check_in_child)
+def test_what_fails_on_a_gpu_is_tried_in_other_ways(
+    gpus, chosen, helps, said, examine, monkeypatch
+):
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
     if chosen is not None:
         monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", chosen)
-    lines = {line.name: line for line in command.examine(["fp8"], quick=False)}
+    lines, _ = examine(["fp8"], gpus, lambda name, given: helps in given)
     failed = lines["train-fp8"]
     assert failed.status is Status.FAILED and said in failed.advice
     if not said:
@@ -294,7 +284,6 @@ def test_a_format_that_does_not_exist(capsys):
     ("driver", "cuda", "status", "advice"),
     [
         ("580.65.06", "13.0", Status.FAILED, "CUDA_VISIBLE_DEVICES"),
-        ("550.54.15", "12.9", Status.FAILED, "CUDA_VISIBLE_DEVICES"),
         ("575.57.08", "13.0", Status.FAILED, "to 580 or newer, or install builds for CUDA 12 "),
         ("470.82.01", "12.9", Status.FAILED, "to 525 or newer; no current vLLM build "),
         ("580.65.06", None, Status.FAILED, "Install torch for CUDA"),
@@ -350,13 +339,6 @@ def test_space_in_shared_memory(free, status, monkeypatch):
     usage = environment.shutil.disk_usage("/")._replace(free=free)
     monkeypatch.setattr(environment.shutil, "disk_usage", lambda path: usage)
     assert environment.check_shm().status is status
-
-
-def test_the_trial_has_biases_that_a_kernel_can_misplace():
-    parameters = trial.build_policy(build_tokenizer()).named_parameters()
-    biases = [parameter for name, parameter in parameters if name.endswith("bias")]
-    assert len(biases) == 6
-    assert all(0.5 < bias.std() < 2 for bias in biases)
 
 
 @pytest.mark.parametrize(

@@ -5,15 +5,12 @@ ends.
 import json
 import math
 import os
-import statistics
 import subprocess
 from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import child_environment
-from hypothesis import given
-from hypothesis import strategies as st
 from tiny import ENGINE, save_tiny, tiny_tokenizer
 
 from trl_qurl import cli
@@ -21,27 +18,13 @@ from trl_qurl.lab.evaluation import worker
 from trl_qurl.lab.evaluation.callback import TaskEvaluationCallback
 from trl_qurl.lab.evaluation.results import Answers, build_table, summarize
 from trl_qurl.lab.evaluation.scores import Z95, average_at_k, paired_difference
-from trl_qurl.lab.evaluation.tasks import SOURCES, encode_prompts, load_tasks
+from trl_qurl.lab.evaluation.tasks import encode_prompts, load_tasks
 from trl_qurl.lab.evaluation.worker import Job, answer_task, start
 from trl_qurl.rollout.checks import hardware
 from trl_qurl.rollout.repairs import cpu_memory
 
-answer_sheets = st.integers(1, 5).flatmap(
-    lambda k: st.lists(st.lists(st.booleans(), min_size=k, max_size=k), min_size=1, max_size=8)
-)
-
-
 # Scores
 # --------------------------------------------------------------------------------------------------
-
-
-@given(answer_sheets)
-def test_the_average_lies_within_its_interval(sheet):
-    estimate = average_at_k(sheet)
-    assert estimate.value == pytest.approx(sum(map(sum, sheet)) / sum(map(len, sheet)))
-    assert 0 <= estimate.low <= estimate.value + 1e-12
-    assert estimate.value - 1e-12 <= estimate.high <= 1
-    assert estimate.high > estimate.low, "no number of answers makes an interval of nothing"
 
 
 def test_the_interval_is_agresti_and_coulls():
@@ -52,6 +35,9 @@ def test_the_interval_is_agresti_and_coulls():
     half = Z95 * math.sqrt(12 / 34 * 22 / 34 / 34)
     assert estimate.value == pytest.approx(1 / 3)
     assert (estimate.low, estimate.high) == pytest.approx((12 / 34 - half, 12 / 34 + half))
+    halves = average_at_k([[True, False], *[[True, True]] * 9])
+    assert average_at_k([[False]] * 9).low == 0
+    assert halves.value == pytest.approx(0.95) and 0 < halves.low < halves.high == 1
 
 
 def test_a_difference_is_paired():
@@ -63,12 +49,6 @@ def test_a_difference_is_paired():
     half = Z95 * math.sqrt(11 / 36 / 6)
     assert estimate.value == 0.25
     assert (estimate.low, estimate.high) == pytest.approx((1 / 6 - half, 1 / 6 + half))
-    mirrored = paired_difference(theirs, ours)
-    assert mirrored.value == -0.25
-    assert mirrored.low == -estimate.high
-    assert mirrored.high == -estimate.low
-    nothing = paired_difference(ours, ours)
-    assert nothing.low < 0 < nothing.high, "four questions prove no two models equal"
     with pytest.raises(ValueError):
         paired_difference(ours[:3], theirs)
 
@@ -102,7 +82,6 @@ def test_local_files_are_tasks(tmp_path):
         (["gsm8k/main/test:a:b:c"], "gsm8k, math500"),
         (["=gsm8k"], "'=gsm8k'"),
         (["name="], "'name='"),
-        (["name=gsm"], "gsm8k, math500"),
         (["a=owner/set", "a=owner/other"], "named a: .*name=source"),
         ([], "gsm8k, math500"),
     ],
@@ -117,9 +96,7 @@ def test_what_is_no_task_is_refused_before_anything_is_loaded(specs, named):
     [
         ("gsm8k", ("openai/gsm8k", "main", "test")),
         ("aime24", ("HuggingFaceH4/aime_2024", None, "train")),
-        ("owner/set", ("owner/set", None, "test")),
         ("short=owner/set:hard:validation", ("owner/set", "hard", "validation")),
-        ("short=olympiad", ("math-ai/olympiadbench", None, "test")),
     ],
 )
 def test_other_names_are_asked_of_the_hub(spec, asked, monkeypatch):
@@ -133,7 +110,6 @@ def test_other_names_are_asked_of_the_hub(spec, asked, monkeypatch):
     [task] = load_tasks([spec])
     assert task.solutions == ["$1, 2$"]
     assert task.prompts[0][0]["content"].startswith("p\n")
-    assert set(SOURCES) == {"gsm8k", "math500", "aime24", "amc23", "minerva", "olympiad"}
 
 
 @pytest.mark.parametrize(
@@ -251,18 +227,11 @@ def test_two_formats_side_by_side(evaluated):
     shown = [(result["task"], result["format"], result["questions"]) for result in results]
     pairs = [("sums", "BF16", 6), ("sums", "INT8", 6), ("more", "BF16", 4), ("more", "INT8", 4)]
     assert shown == pairs
-    rows = {}
-    for name, stem in (("BF16", "none-"), ("INT8", "int8-")):
-        [file] = (directory / "whole").glob(f"{stem}*.json")
-        rows[name] = json.loads(file.read_text())
-    for result in results:
-        own = [row for row in rows[result["format"]] if row["task"] == result["task"]]
-        assert [row["question"] for row in own] == list(range(result["questions"]))
-        assert all(len(row["correct"]) == 4 for row in own)
-        correct = statistics.fmean(statistics.fmean(row["correct"]) for row in own)
-        assert result["accuracy"]["value"] == pytest.approx(correct)
-        assert (result["difference"] is None) == (result["format"] == "BF16")
-    texts = {text for row in rows["BF16"] for text in row["texts"]}
+    [file] = (directory / "whole").glob("none-*.json")
+    rows = json.loads(file.read_text())
+    assert [row["question"] for row in rows] == [*range(6), *range(4)]
+    assert all(len(row["correct"]) == 4 for row in rows)
+    texts = {text for row in rows for text in row["texts"]}
     assert len(texts) > 20, "samples of one question, or the questions' samples, are the same"
     assert "sums (6)" in printed
     assert "INT8" in printed
@@ -384,8 +353,6 @@ def test_answers_must_fit_into_the_context(tmp_path, capsys):
     assert encode_prompts(model, ["a" * 10, "b" * 30], 98)[1] == 128
     with pytest.raises(ValueError, match="at most --max-tokens 98"):
         encode_prompts(model, ["a" * 10, "b" * 30], 99)
-    with pytest.raises(ValueError, match="shorter questions"):
-        encode_prompts(model, ["a" * 128], 1)
 
 
 @pytest.mark.parametrize(

@@ -44,25 +44,6 @@ def test_all_addresses_name_the_account_of_setup_cfg():
     assert owner.other_owners(files, owner.present_owner(ROOT)) == []
 
 
-def test_one_command_sets_the_account_everywhere(tmp_path, monkeypatch, capsys):
-    originals = owner.tracked_texts(ROOT)
-    places = owner.other_owners(originals, "new-name")
-    files = []
-    named = {place.split(":")[0] for place in places}
-    for path in [path for path in originals if path.name in named]:
-        files.append(tmp_path / path.relative_to(ROOT))
-        files[-1].parent.mkdir(exist_ok=True, parents=True)
-        shutil.copy(path, files[-1])
-    monkeypatch.setattr(owner, "ROOT", tmp_path)
-    monkeypatch.setattr(owner, "tracked_texts", lambda root: files)
-    monkeypatch.setattr("sys.argv", ["owner.py", "new-name"])
-    owner.main()
-    said = capsys.readouterr().out
-    assert "notebooks/gsm8k_grpo.ipynb" in said and "setup.cfg" in said
-    assert owner.present_owner(tmp_path) == "new-name"
-    assert owner.other_owners(files, "new-name") == []
-
-
 def lines_that_install() -> list[str]:
     """All that pip is said to install in pages, examples, notebooks and messages."""
     sources = [*PAGES, *ROOT.glob("examples/*.py"), *ROOT.glob("trl_qurl/**/*.py")]

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import SATURATES
+from conftest import SATURATES, needs_vnni
 from peft import LoraConfig, get_peft_model
 from support import losses
 from support.losses import ROWS, assert_close, gradients, our_loss, vowels
@@ -222,6 +222,7 @@ def test_tokens_beyond_the_list_have_the_actors_share(trainer, monkeypatch):
     assert trainer._metrics["train"]["mismatch/ratio_mean"] == [pytest.approx(1.0, abs=0.1)]
 
 
+@needs_vnni
 def test_a_proof_follows_the_lists(trainer, monkeypatch):
     sample_with(trainer, monkeypatch, {"top_p": 0.9})
     samples = trainer.vllm_generation.samples

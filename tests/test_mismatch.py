@@ -11,11 +11,11 @@ from conftest import completed, needs_avx512, needs_vnni
 from documents import ROOT
 from tiny import save_tiny, tiny_model, tiny_tokenizer, with_outliers
 
-from benchmarks.large_keys import as_qwen2, enlarge_keys
+from benchmarks.large_keys import enlarge_keys
 from trl_qurl import cli
 from trl_qurl.lab.evaluation.scores import Estimate
 from trl_qurl.lab.evaluation.tasks import encode_prompt
-from trl_qurl.lab.mismatch.engines import Answer, score, simulate
+from trl_qurl.lab.mismatch.engines import Answer, score
 from trl_qurl.lab.mismatch.finer import choose_finer, within_kl
 from trl_qurl.lab.mismatch.prompts import BUILT_IN, load_prompts
 from trl_qurl.lab.mismatch.report import Choice, Report, Step
@@ -188,7 +188,7 @@ def test_a_kl_is_reached_with_the_fewest_groups():
 
 @pytest.mark.parametrize(
     ("reached", "kept"),
-    [((0.0015,), [1]), ((0.0025, 0.0015), [1, 2]), ((0.0025, 0.0025, 0.0025), [1, 2, 3])],
+    [((0.0025, 0.0015), [1, 2]), ((0.0025, 0.0025, 0.0025), [1, 2, 3])],
 )
 def test_lists_grow_until_an_engine_is_within_the_budget(reached, kept, monkeypatch):
     """Of a KL of 0.005, a 16-bit engine has 0.0005; the first step is all that the estimates ask
@@ -222,13 +222,10 @@ def test_lists_grow_until_an_engine_is_within_the_budget(reached, kept, monkeypa
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--scheme", "int9"], "int9"),
         (["--limit", "0"], "limit is 0"),
-        (["--samples", "0"], "samples is 0"),
         (["--max-tokens", "4000"], "context of 128"),
         (["--questions", "nowhere.txt"], "nowhere.txt"),
         (["--questions", "empty.txt"], "empty.txt"),
-        (["--questions", "no such task"], "'no such task'"),
         (["--output", "figures.png"], "--output is figures.png"),
         (["--kl", "0", "--scheme", "int8"], "--kl is 0"),
         (["--kl", "1e-3", "--scheme", "int8,fp8"], "int8, fp8"),
@@ -284,23 +281,7 @@ def test_caches_that_a_cpu_lacks_are_simulated(tmp_path, monkeypatch, capsys):
     assert list(found) == ["fp8", "fp8_per_token_head, simulated", "int8_per_token_head, simulated"]
     eight, whole = (found[f"{name}, simulated"]["kl_k3"]["value"] for name in caches[1:])
     assert 0 < 10 * eight < whole, found
-    answers = [Answer([*range(5, 13)], [*range(20, 60)], [0.0] * 40)]
-    cut_off, scaled = (
-        measure(list(simulate(model.eval(), answers, cache))).kl_k3.value for cache in caches[:2]
-    )
-    assert 0 < 10 * scaled < cut_off, "FP8 with scales of 1 loses what is above 448"
     assert "Cache int8_per_token_head, simulated: " in printed and "8 tokens on average" in printed
-
-
-def test_large_keys_cost_nothing_but_what_their_bias_adds():
-    llama = tiny_model("llama", head_dim=32).eval()
-    model = as_qwen2(llama).eval()
-    enlarge_keys(model)
-    ids = torch.arange(5, 25)[None]
-    for layer in model.model.layers:
-        assert layer.self_attn.k_proj.bias.max() == 600
-        torch.nn.init.zeros_(layer.self_attn.k_proj.bias)
-    torch.testing.assert_close(model(ids).logits, llama(ids).logits, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("cache", "step"), [("fp8", 32), ("int8_per_token_head", 448 / 127)])

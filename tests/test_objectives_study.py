@@ -2,8 +2,6 @@
 
 import copy
 import math
-import shutil
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,14 +10,12 @@ from peft import LoraConfig, get_peft_model
 from tiny import tiny_model
 
 from benchmarks.objectives import contrasts, exploration, study, summary
-from benchmarks.objectives.arms import EXPERIMENTS
 from benchmarks.objectives.centering import centering_term
 from benchmarks.objectives.coarse import CODE_BITS, add_coarse_schemes, round_activations
 from benchmarks.objectives.in_flight import update_in_flight, versions_of
-from benchmarks.objectives.one_run import LORA, updates_of
+from benchmarks.objectives.one_run import LORA
 from benchmarks.objectives.recorder import BothPolicies
 from trl_qurl.lab.demo import evaluate, task, warm_start
-from trl_qurl.lab.runs import Run
 from trl_qurl.quantization.formats import SCHEMES, get_scheme
 from trl_qurl.rollout.results import Completions
 
@@ -46,29 +42,6 @@ def test_activations_of_four_bits():
     codes = round_activations(WEIGHT, bits=4) / (WEIGHT.abs().amax(-1, keepdim=True) / 7)
     torch.testing.assert_close(codes.round(), codes, atol=1e-4, rtol=0)
     assert all(len(row.unique()) <= 15 for row in codes.round())
-
-
-def test_an_experiment_without_differences_has_a_table_of_its_arms(tmp_path, monkeypatch, capsys):
-    (tmp_path / "main").mkdir()
-    shutil.copy(study.RESULTS / "main" / "bf16-seed0.jsonl.gz", tmp_path / "main")
-    monkeypatch.setattr(summary, "CONTRASTS", {})
-    summary.main(["--runs", str(tmp_path)])
-    printed = capsys.readouterr().out
-    assert "| bf16 | 1 | 120 |" in printed and "difference" not in printed
-
-
-def test_updates_per_rollout():
-    found = {name: {updates_of(arm) for arm in EXPERIMENTS[name].arms} for name in EXPERIMENTS}
-    assert found["seeds"] == {4} and found["one_update"] == {1} and found["updates"] == {16}
-
-
-def test_what_cannot_be_studied_or_compared_is_named(tmp_path, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        study.main(["seeds", "--arms", "int3_tsi", "--list"])
-    assert "int3_tsi" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match="2"):
-        contrasts.main(["--runs", str(tmp_path)])
-    assert "trl-qurl report" in capsys.readouterr().err
 
 
 def test_no_study_of_int8_trains_where_its_sums_saturate(monkeypatch):
@@ -145,13 +118,6 @@ def test_the_tables_of_exploration_are_those_of_the_page(capsys):
     assert "of 48 differences" in printed
 
 
-def test_a_window_of_rollouts_includes_both_its_ends():
-    rows = [{"step": step, "entropy": float(step)} for step in range(2, 101, 2)]
-    run = Run(Path(), {"updates_per_rollout": 2.0}, rows)  # rollout n has an entropy of 2 n
-    assert exploration.mean_over("entropy", (1, 20))(run) == 21.0
-    assert exploration.mean_over("entropy", (41, 60))(run) == 2 * 45.5  # it ends at rollout 50
-
-
 @pytest.mark.parametrize("objective", ["naive", "tis"])
 def test_centering_takes_away_what_the_sampler_adds_on_average(objective):
     """With all tokens listed, the term's gradient is that of the surrogate without an advantage, on
@@ -185,42 +151,36 @@ def test_each_token_is_sampled_by_the_weights_of_its_time():
     assert versions_of(5, 16) == [(0, 1), (3, 1), (6, 1), (9, 1), (12, 1)]
     assert versions_of(8, 2) == [(0, 4), (1, 4)]
     policy = torch.nn.Linear(1, 1, bias=False)
-    policy.weight.data.fill_(10.0)
+    engine = {}
 
     def answer(prompts):
-        """As many tokens as asked for, each the weight that the engine has; 13 ends an answer."""
+        """As many tokens as asked for, each the weight that the engine has; 12 ends an answer."""
         ids = [[int(engine["weight"])] * generation.max_completion_length for _ in prompts]
         return Completions(prompts, ids, [[[-1.0]] * len(row) for row in ids], None)
 
-    engine = {}
     generation = SimpleNamespace(
         max_completion_length=8,
-        generate_from_sent=lambda prompts: answer(prompts),
+        generate_from_sent=answer,
         sync_weights=lambda: engine.update(weight=policy.weight.item()),
     )
     callbacks = []
     trainer = SimpleNamespace(
         vllm_generation=generation,
         model=policy,
-        processing_class=SimpleNamespace(eos_token_id=13),
+        processing_class=SimpleNamespace(eos_token_id=12),
         add_callback=callbacks.append,
     )
     update_in_flight(trainer, 2)
-
-    def rollout():
-        callbacks[0].on_step_begin(None, None, None, model=policy)
-        return generation.generate(prompts=[[5], [6]])
-
-    assert rollout().completion_ids == [[10] * 8] * 2  # no update precedes it
-    policy.weight.data.fill_(11.0)
-    callbacks[0].on_step_begin(None, None, None, model=policy)
-    policy.weight.data.fill_(12.0)
-    second = rollout()
+    [callback] = callbacks
+    sampled = []
+    for weight in (10.0, 11.0, 12.0, 13.0, 14.0):  # a step each, before three a rollout
+        policy.weight.data.fill_(weight)
+        callback.on_step_begin(None, None, None, model=policy)
+        if weight in (10.0, 12.0, 14.0):
+            sampled.append(generation.generate(prompts=[[5], [6]]))
+    first, second, last = sampled
+    assert first.completion_ids == [[10] * 8] * 2  # no update precedes it
     assert second.completion_ids == [[10] * 4 + [11] * 4] * 2
     assert second.logprobs == [[[-1.0]] * 8] * 2 and second.prompt_ids == [[5], [6]]
-    assert policy.weight.item() == 12.0 and generation.max_completion_length == 8
-    policy.weight.data.fill_(13.0)
-    callbacks[0].on_step_begin(None, None, None, model=policy)
-    rollout()
-    callbacks[0].on_step_begin(None, None, None, model=policy)
-    assert rollout().completion_ids == [[13] * 4] * 2  # ended, so nothing follows
+    assert last.completion_ids == [[12] * 4] * 2  # ended, so nothing follows
+    assert policy.weight.item() == 14.0 and generation.max_completion_length == 8

@@ -39,8 +39,6 @@ UPDATE = {"loss": 0.0, "grad_norm": 0.1, "reward": None, "clip_ratio/region_mean
         (UPDATE, f"clip 0.0%  {PACE}"),
         (UPDATE | {"grad_norm": math.nan}, f"grad_norm nan  clip 0.0%  {PACE}"),
         ({"critic/explained_variance": -0.001}, "critic 0.00"),
-        ({"expected_accuracy": 0.47}, "accuracy 0.470"),
-        ({"eval_loss": 0.0, "eval_reward": 0.25}, "eval  reward 0.250"),
         ({"eval_sums/actor_avg@1": 0.4567, "epoch": 0}, "eval  sums/actor_avg@1 0.4567"),
         ({"train_runtime": 93784.0, "train_loss": 0.0}, "trained for 1 day, 2:03:04"),
         ({"my/number": 0.12345, "text": "x", "epoch": 1.0}, "my/number 0.12345"),

@@ -70,10 +70,12 @@ def write(path, **settings):
 def test_recipes_and_variants_are_found_by_name_from_anywhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tis").mkdir()  # a directory of that name is not a settings file
-    mine = write(tmp_path / "mine.yaml", seed=7, objective="naive")
-    _, config, model = parsed("ppo", "--config", "gsm8k_ppo", mine, "tis")
-    assert model.model_name_or_path == "Qwen/Qwen2.5-0.5B-Instruct"
-    assert (config.max_steps, config.seed) == (1740, 7)
+    mine = write(tmp_path / "mine.yaml", seed=7, objective="naive", model="my/model", lora_r=8)
+    files = ["--config", "gsm8k_ppo", mine, "tis"]
+    _, config, model = parsed("ppo", *files, "--lora_r", "4")
+    assert model.model_name_or_path == "my/model"
+    assert (config.max_steps, config.seed, model.lora_r) == (1740, 7, 4)
+    assert parsed("ppo", *files, "--model", "other")[2].model_name_or_path == "other"
     assert config.objective == "tis", "later files override earlier ones"
     assert [*recipes()] == [path.stem for path in (*RECIPES, *VARIANTS, *OWN)]
     assert {path.stem for path in RECIPES} == {*PAPER}
@@ -118,19 +120,16 @@ def test_dapo_is_dapo():
     rewards = punish(completion_ids=[[0] * 2458, [0] * 2765, [0] * 3072])
     assert rewards == pytest.approx([0.0, -0.5, -1.0])
     for cache in (0, 100):
-        with pytest.raises(
-            ValueError, match=f"soft_overlong_cache={cache} .* max_completion_length=100"
-        ):
+        with pytest.raises(ValueError, match=f"cache={cache} .* max_completion_length=100"):
             punishment(cache, 100)
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda path: path.stem)
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_every_variant_of_every_recipe_loads(recipe, variant):
-    _, config, _ = parsed(command_of(recipe), "--config", recipe, variant)
+def test_a_variant_of_a_recipe(variant):
+    _, config, _ = parsed("grpo", "--config", "dapo", variant)
     settings = (config.rollout_quantization, config.objective, config.uaq_scale)
     assert settings == VARIANT_SETTINGS[variant.stem]
-    assert config.max_completion_length == PAPER[recipe.stem][4], "the recipe's"
+    assert config.max_completion_length == PAPER["dapo"][4], "the recipe's"
 
 
 @pytest.fixture(scope="module")
@@ -253,13 +252,6 @@ def my_rewards(tmp_path, monkeypatch):
     return name
 
 
-def test_a_reward_module_with_an_error_is_refused(tmp_path, monkeypatch):
-    (tmp_path / "unfinished_rewards.py").write_text("def length(:")
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ValueError, match="--reward_funcs unfinished_rewards.length .*SyntaxError"):
-        load_rewards(["unfinished_rewards.length"])
-
-
 def test_reward_functions_by_name_and_by_path(my_rewards):
     names = [
         f"{my_rewards}.level_reward",
@@ -273,7 +265,13 @@ def test_reward_functions_by_name_and_by_path(my_rewards):
     assert ours is grading.accuracy_reward and theirs is not ours
     assert think.__name__ == "think_format_reward"
     assert overlong(completion_ids=[[0] * 1024, [0] * 1280]) == [0.0, -1.0], "as with TRL's command"
-    for wrong in ("acuracy_reward", "no_such_module.length", f"{my_rewards}.__name__"):
+    Path("unfinished_rewards.py").write_text("def length(:")
+    for wrong in (
+        "acuracy_reward",
+        "no_such_module.length",
+        f"{my_rewards}.__name__",
+        "unfinished_rewards.length",
+    ):
         with pytest.raises(ValueError, match=rf"--reward_funcs {wrong} .* give the .*path"):
             load_rewards([wrong])
 
@@ -334,14 +332,8 @@ def test_a_wrong_checkpoint_is_refused_before_a_model_is_looked_for(checkpoints,
 
 
 def test_the_latest_complete_checkpoint_is_what_true_means(checkpoints):
-    meant = {
-        True: checkpoints / "checkpoint-16",
-        "true": checkpoints / "checkpoint-16",
-        str(checkpoints / "checkpoint-8"): checkpoints / "checkpoint-8",
-        None: None,
-        "false": None,
-    }
-    for requested, checkpoint in meant.items():
+    first, latest = (checkpoints / f"checkpoint-{step}" for step in (8, 16))
+    for requested, checkpoint in {"true": latest, str(first): first, "false": None}.items():
         assert questions.checkpoint_to_resume(requested, str(checkpoints)) == checkpoint
 
 
@@ -404,7 +396,6 @@ def test_a_long_run_on_a_cpu_is_announced(steps, is_long, model, tmp_path, monke
         (["--dataset=mine.jsonl"], []),
         (["--dataset", "mine.jsonl", "--eval-tasks", "held_out.jsonl"], ["held_out.jsonl"]),
         (["--config", "mine.yaml"], []),
-        (["--config", "tis"], ["gsm8k"]),
     ],
 )
 def test_another_dataset_drops_the_tasks_of_a_recipe(argv, tasks, tmp_path, monkeypatch):
@@ -420,10 +411,8 @@ def test_another_dataset_drops_the_tasks_of_a_recipe(argv, tasks, tmp_path, monk
     [
         ("rollout_quantization: off", "rollout_quantization is False: write 'none'"),
         ("objective: off", "objective is False, but must be one of 'acr', 'tis'"),
-        ("rollout_quantization: 8", "rollout_quantization is 8: write 'none', one of int8"),
         ("quantization_ignore:", r"quantization_ignore is None, .*, or \[\] for none"),
         ("quantization_ignore: [1]", "quantization_ignore has the pattern 1"),
-        ("mismatch_guard: off", "mismatch_guard is False, but must be one of 'off', 'warn'"),
         ("1: 2", "Unknown .*setting .*: 1"),
     ],
 )

@@ -51,9 +51,15 @@ def test_means():
     assert final_value(points([], [])) is None
 
 
-def test_panels_of_the_picture(tmp_path, monkeypatch):
+@pytest.fixture
+def drawn(monkeypatch):
+    """The figures that are drawn."""
     figure, drawn = pytest.importorskip("matplotlib.figure").Figure, []
     monkeypatch.setattr(figure, "savefig", lambda self, *_, **__: drawn.append(self))
+    return drawn
+
+
+def test_panels_of_the_picture(tmp_path, drawn):
     runs = {
         "two": [points([1, 9], [0.001, 1]), points([1, 9], [0.003, 3])],
         "none": [points([], [])],
@@ -63,24 +69,26 @@ def test_panels_of_the_picture(tmp_path, monkeypatch):
     draw([first, Panel("", "", {})], tmp_path)
     decades = Panel("", "", {"": [points([1, 9], [1e-6, 1])]}, logarithmic=True)
     draw([decades, Panel("", "", {}), Panel("", "", {})], tmp_path)
-    (kl, below), (half, _, wide) = (figure.axes for figure in drawn)
+    figure, odd = drawn
+    kl, below = figure.axes
     assert (kl.get_xlabel(), kl.get_ylabel(), kl.get_title("left")) == ("hour", "nats", "KL")
     [band] = kl.collections
     assert (band.get_datalim(kl.transData).y0, band.get_datalim(kl.transData).y1) == (0.001, 3)
     mean, point, limit = kl.lines
     assert set(limit.get_ydata()) == {0.005}
-    drawn[0].draw_without_rendering()
-    assert kl.get_position().y0 > below.get_position().y1, "two panels are stacked"
     assert mean.get_ydata().tolist() == [0.002, 2]
     assert (mean.get_marker(), point.get_marker()) == ("", "o")
     assert mean.get_color() != point.get_color()
     assert mean.get_linestyle() != point.get_linestyle()
-    [legend] = drawn[0].legends
+    [legend] = figure.legends
     assert [text.get_text() for text in legend.texts] == ["two", "one"]
-    drawn[1].draw_without_rendering()
-    assert wide.get_position().width > 1.5 * half.get_position().width  # no empty quarter
+    figure.draw_without_rendering()
+    assert kl.get_position().y0 > below.get_position().y1, "two panels are stacked"
     assert "0.005" in [text.get_text() for text in kl.get_yticklabels(which="both")]
-    assert not half.get_yticklabels(minor=True)  # they would overlap
+    odd.draw_without_rendering()
+    half, _, wide = odd.axes
+    assert wide.get_position().width > 1.5 * half.get_position().width, "no empty quarter"
+    assert not half.get_yticklabels(minor=True), "they would overlap"
 
 
 def test_the_table_and_the_picture(tmp_path, capsys, monkeypatch):
@@ -103,9 +111,7 @@ def test_the_table_and_the_picture(tmp_path, capsys, monkeypatch):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_sizes_of_rounding_and_updates(tmp_path, monkeypatch):
-    figure, drawn = pytest.importorskip("matplotlib.figure").Figure, []
-    monkeypatch.setattr(figure, "savefig", lambda self, *_, **__: drawn.append(self))
+def test_sizes_of_rounding_and_updates(tmp_path, drawn):
     first = {f"{ROUNDING}/q_proj": 4e-5, f"{ROUNDING}/up_proj": 2e-5}
     later = {**first, f"{UPDATE}/q_proj": 1e-6, f"{UPDATE}/up_proj": 3e-6}
     measured = [{"step": 4, **first}, {"step": 20, **later}, {"step": 40, **later}]

@@ -49,20 +49,6 @@ def test_a_program_that_does_not_exist(tmp_path):
         run_child(["no-such-program"], tmp_path / "log")
 
 
-def test_an_interrupt_ends_the_command_and_what_it_started(tmp_path):
-    groups = []
-
-    def interrupt(printed: str) -> None:
-        if printed:
-            groups.append(int(printed))
-            assert len(group_members(groups[0])) == 2
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        run_child([sys.executable, "-c", SLEEPER], tmp_path / "log", interrupt, every=0.1)
-    assert alone_after(groups[0], 10)  # the system takes a moment to end what was killed
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_the_command_and_what_it_started(number, tmp_path):
     """As `trl-qurl doctor` in the middle of a trial, which has started a server."""
@@ -144,17 +130,3 @@ def test_an_answer_counts_although_its_process_fails_afterward(monkeypatch):
     places = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(places))
     assert call_in_child(late, 7) == 7
-
-
-def test_a_call_ends_with_the_command_that_was_killed():
-    code = (
-        "import time; from trl_qurl.lab.processes import call_in_child; call_in_child(time.sleep, "
-        "600, '', True)"
-    )
-    parent = subprocess.Popen([sys.executable, "-c", code])
-    children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children")
-    child = wait_for_child(children, "answer_call")
-    time.sleep(1)  # until it has asked to die with its parent
-    parent.kill()
-    parent.wait()
-    assert alone_after(child, 10)

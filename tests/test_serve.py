@@ -43,16 +43,6 @@ def quantized(model, scheme="int8", ignore=("lm_head",)):
     return launch.starting_checkpoint(str(model), scheme, ignore, {})
 
 
-def test_the_checkpoint_is_made_once_for_the_same_model_and_settings(model, capsys):
-    first = quantized(model)
-    made = (first / "model.safetensors").stat().st_mtime_ns
-    assert quantized(model) == first
-    assert (first / "model.safetensors").stat().st_mtime_ns == made
-    assert capsys.readouterr().out.count("Quantizing") == 1
-    others = {quantized(model, "fp8"), quantized(model, ignore=["lm_head", "re:.*down_proj"])}
-    assert len({first, *others}) == 3
-
-
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
 def test_a_model_that_changed_under_its_name_is_quantized_anew(model, name):
     before = launch.content_digest(model)
@@ -83,6 +73,7 @@ def test_servers_that_start_at_once_quantize_once(model, monkeypatch):
     with ThreadPoolExecutor(4) as executor:
         places = set(executor.map(start, range(4)))
     assert len(places) == len(writes) == 1
+    assert quantized(model, ignore=["lm_head", "re:.*down_proj"]) not in places
     assert {"config.json", "model.safetensors"} <= {path.name for path in places.pop().iterdir()}
 
 
@@ -192,23 +183,16 @@ def test_the_cache_of_a_model_with_its_own_code(tmp_path, cpu):
         cpu_memory.cpu_cache_arguments(directory, {"trust_remote_code": False}, 1, 1)
 
 
-@pytest.mark.parametrize(
-    ("context", "load", "tokens"),
-    [
-        # two blocks of 128 tokens each; vLLM leaves a block empty
-        (512, {"sequences": 1024, "length": 200}, 128 * 2049),
-        # vLLM wants room for one whole context
-        (2**20, {"sequences": 1, "length": 200}, 2**20 + 128),
-    ],
-)
-def test_a_cpu_keeps_only_what_a_rollout_needs(context, load, tokens, cpu):
-    arguments = cpu_memory.cpu_cache_arguments(str(cpu), {"max_model_len": context}, **load)
-    assert arguments == {"kv_cache_memory_bytes": tokens * cache_of_a_token()}
+def test_a_cpu_keeps_only_what_a_rollout_needs(cpu):
+    def kept(context, sequences, length, **share):
+        given = {"max_model_len": context}
+        found = cpu_memory.cpu_cache_arguments(str(cpu), given, sequences, length, **share)
+        return found["kv_cache_memory_bytes"]
 
-
-def test_the_share_is_the_limit_of_a_cpus_cache(cpu):
-    many = cpu_memory.cpu_cache_arguments(str(cpu), {"max_model_len": 512}, 10**6, 512, share=0.3)
-    assert many == {"kv_cache_memory_bytes": int(0.3 * (11 * 10**9 - 2**30))}
+    # two blocks of 128 tokens each; vLLM leaves a block empty
+    assert kept(512, 1024, 200) == 128 * 2049 * cache_of_a_token()
+    assert kept(2**20, 1, 200) == (2**20 + 128) * cache_of_a_token(), "room for a whole context"
+    assert kept(512, 10**6, 512, share=0.3) == int(0.3 * (11 * 10**9 - 2**30))
 
 
 def test_a_cpu_without_enough_free_memory_is_one_line(cpu, monkeypatch, capsys):
@@ -233,7 +217,7 @@ def test_a_front_end_that_checks_no_key_is_refused(model, monkeypatch, capsys):
     assert "VLLM_USE_RUST_FRONTEND is set" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("start", ["--kv-cache-dtype ", "--kv-cache-dtype=", "--kv_cache_dtype "])
+@pytest.mark.parametrize("start", ["--kv-cache-dtype ", "--kv_cache_dtype="])
 def test_a_cache_whose_scales_no_sync_makes_is_refused(start):
     with pytest.raises(ValueError, match="--kv.cache.dtype is 'nvfp4'"):
         launch.check_options(["--enforce-eager", *f"{start}nvfp4".split()])
@@ -259,12 +243,10 @@ def test_what_a_user_sets_is_not_set_again(cpu):
 
 @pytest.mark.parametrize("adapters", ["--enable-lora", "--enable_lora"])
 def test_a_server_of_adapters_may_load_new_ones(adapters, monkeypatch, capsys):
-    environments = []
-    monkeypatch.setattr(
-        "os.execve", lambda program, command, environment: environments.append(environment)
-    )
+    started = {}
+    monkeypatch.setattr("os.execve", lambda program, command, given: started.update(given))
     launch.run_server(["python", adapters], {})
-    assert environments[0]["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+    assert started["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
     assert "compiling" in capsys.readouterr().out
     launch.run_server(["python", "--enforce-eager"], {})
     assert "compiling" not in capsys.readouterr().out
@@ -313,13 +295,9 @@ def test_a_trainer_sends_the_key_that_is_set(monkeypatch):
     "header",
     [
         None,
-        "",
-        "right",
         "Basic right",
-        "Bearer",
         "Bearer ",
         "Bearer wrong",
-        "Bearer right ",
         "Bearer righ\xe9",
     ],
 )
@@ -442,20 +420,6 @@ def test_every_path_of_a_server_needs_the_key(int8_server):
     # With it, the trainers of the other tests use this server.
     assert ask("get", "/server_info", auth=http.add_key).status_code == 200
     assert key not in int8_server.log.read_text()
-
-
-@pytest.mark.vllm
-@pytest.mark.xdist_group("server")
-def test_the_exact_command_is_printed_and_options_are_passed_on(int8_server):
-    [line] = [
-        line
-        for line in int8_server.log.read_text().splitlines()
-        if line.startswith("VLLM_SERVER_DEV_MODE=1 ")
-    ]
-    assert f"--port {int8_server.port}" in line and line.endswith(
-        "--enforce-eager --max-model-len 64 --max-num-seqs 16"
-    )
-    assert "Application startup complete" in int8_server.log.read_text()
 
 
 @pytest.mark.vllm

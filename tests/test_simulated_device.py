@@ -1,14 +1,12 @@
 """The trainer's side of a sync on a CUDA device that is only in PyTorch's books (`FakeTensorMode`).
 
 No number is computed. What a GPU would do differently from a CPU becomes visible: tensors of two
-devices in one operation raise, and a dispatch mode counts launches, memory, and what makes the CPU
-wait for the GPU. Where PyTorch would reach for a CUDA build before any operator, doubles answer.
+devices in one operation raise, and a dispatch mode counts launches and what makes the CPU wait for
+the GPU. Where PyTorch would reach for a CUDA build before any operator, doubles answer.
 """
 
 import collections
-import math
 import traceback
-import weakref
 from importlib.metadata import version
 
 import pytest
@@ -21,10 +19,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.initialization import no_init_weights
 
-from trl_qurl.lab.fake_quantization import QuantizedLinear
 from trl_qurl.quantization import SCHEMES
 from trl_qurl.quantization.merging import model_parameters
-from trl_qurl.quantization.uaq import scale_model_
 from trl_qurl.rollout.checks import tensors as checks
 from trl_qurl.rollout.checks.fingerprint import fingerprint
 
@@ -35,7 +31,6 @@ needs_scales_without_waits = pytest.mark.skipif(
 
 GRID = torch.bfloat16
 LAYERS = 3
-CHUNKS = 2**26  # bytes: what is rounded or digested at a time
 # Of Qwen2.5-0.5B, with fewer layers: all budgets are per layer or tensor.
 SHAPE = {
     "hidden_size": 896,
@@ -54,17 +49,11 @@ SHAPE_7B = {
 }
 # per decoder layer
 LAUNCHES = {"int8": 86, "fp8": 57, "fp8_block": 64, "w4a16": 113, "w8a16": 92}
-# Read and written by operators per weight of a layer, and of the embedding: one pass over float32
-# is 8. Those of INT8 include smoothing, in a sync that collects magnitudes.
-BYTES = {"int8": 39.5, "fp8": 25.5, "fp8_block": 25.5, "w4a16": 21, "w8a16": 20}
-EMBEDDING_BYTES = 27
 VIEWS = {
     "view", "_unsafe_view", "t", "transpose", "permute", "expand", "slice", "select", "split", "split_with_sizes",
     "unsqueeze", "squeeze", "detach", "alias", "as_strided", "unbind", "chunk", "unflatten", "_reshape_alias", "empty",
     "empty_like", "new_empty", "empty_strided", "new_empty_strided", "device", "lift_fresh", "_local_scalar_dense",
 }  # fmt: skip
-
-FILLS = {"zeros", "zeros_like", "new_zeros", "ones", "full"}
 
 
 class Watch(TorchDispatchMode):
@@ -74,29 +63,20 @@ class Watch(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.launches, self.nbytes, self.live, self.peak = 0, 0, 0, 0
-        self.waits, self.doubles = collections.Counter(), collections.Counter()
-        self._seen = set()
+        self.launches = 0
+        self.waits = collections.Counter()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function is torch.ops.aten._local_scalar_dense.default:
             return self.scalar(args[0])
-        result, name = function(*args, **(kwargs or {})), function.overloadpacket.__name__
-        inputs, outputs = (
-            [x for x in tree_leaves(each) if isinstance(x, torch.Tensor)] for each in (args, result)
-        )
+        result = function(*args, **(kwargs or {}))
+        name = function.overloadpacket.__name__
+        tensors = [x for x in tree_leaves((args, result)) if isinstance(x, torch.Tensor)]
         if name in ("_to_copy", "copy_"):
             source = args[1] if name == "copy_" else args[0]
             if source.is_cuda and not result.is_cuda:
                 self.waits[f"copy to the host in {line()}"] += 1
-        on_gpu = [x for x in outputs if x.is_cuda]
-        if name not in VIEWS and (on_gpu or any(x.is_cuda for x in inputs)):
-            self.launches += 1
-            reads = inputs[name == "copy_" :] if name not in FILLS else []
-            self.nbytes += sum(map(stored_bytes, [*reads, *outputs]))  # in place: read and written
-        for each in on_gpu:
-            self.doubles[line()] += each.dtype is torch.float64
-            self._allocate(each.untyped_storage())
+        self.launches += name not in VIEWS and any(x.is_cuda for x in tensors)
         return result
 
     def scalar(self, tensor):
@@ -104,27 +84,9 @@ class Watch(TorchDispatchMode):
         self.waits[f"scalar in {line()}"] += tensor.is_cuda
         return False if tensor.dtype is torch.bool else 1.0 if tensor.dtype.is_floating_point else 1
 
-    def _allocate(self, storage):
-        key, size = storage._cdata, storage.nbytes()
-        if key not in self._seen:
-            self._seen.add(key)
-            self.live += size
-            self.peak = max(self.peak, self.live)
-            weakref.finalize(storage, self._free, key, size)
-
-    def _free(self, key, size):
-        self._seen.discard(key)
-        self.live -= size
-
     def begin(self):
-        self.launches, self.nbytes, self.base, self.peak = 0, 0, self.live, self.live
-        self.waits.clear(), self.doubles.clear()
-
-
-def stored_bytes(tensor):
-    """The size of a tensor in memory: an expanded dimension is stored once."""
-    sizes = [size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride]
-    return math.prod(sizes) * tensor.itemsize
+        self.launches = 0
+        self.waits.clear()
 
 
 def line():
@@ -134,75 +96,40 @@ def line():
 
 
 def getitem(tensor, index):
-    """`tensor[index]` by operators, for slices, `None`, numbers, and `...` before them."""
-    index = list(index) if isinstance(index, tuple) else [index]
-    if Ellipsis in index:
-        at = index.index(Ellipsis)
-        index[at : at + 1] = [slice(None)] * (
-            tensor.dim() - sum(each is not None for each in index) + 1
-        )
-    dim = 0
-    for each in index:
-        if isinstance(each, int):
-            tensor = tensor.select(dim, each)
-            continue
+    """`tensor[index]` by operators, for slices and `None`."""
+    index = index if isinstance(index, tuple) else (index,)
+    for dim, each in enumerate(index):
         if each is None:
             tensor = tensor.unsqueeze(dim)
         elif each != slice(None):
             tensor = torch.ops.aten.slice.Tensor(tensor, dim, *each.indices(tensor.shape[dim]))
-        dim += 1
     return tensor
-
-
-def copy_(tensor, source):
-    """`tensor.copy_(source)` without autograd, which guards the device."""
-    with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.aten.copy_(tensor, source)
 
 
 @pytest.fixture
 def watch(monkeypatch):
-    watch, ones = (
-        Watch(),
-        lambda shape, value: [ones(shape[1:], value) for _ in range(shape[0])] if shape else value,
-    )
     # These reach a device guard, which a build without CUDA has not, before any operator.
-    for name, kind in {
-        "item": lambda x: x,
-        "__float__": float,
-        "__int__": int,
-        "__bool__": bool,
+    for name, double in {
+        "__getitem__": getitem,
+        "new_tensor": lambda x, data, dtype=None: x.new_zeros(len(data), dtype=dtype),
+        "numpy": lambda x: memoryview(b""),
     }.items():
-        monkeypatch.setattr(
-            FakeTensor, name, lambda x, kind=kind: kind(watch.scalar(x)), raising=False
-        )
-    monkeypatch.setattr(FakeTensor, "__getitem__", getitem, raising=False)
-    monkeypatch.setattr(
-        FakeTensor, "tolist", lambda x: ones(tuple(x.shape), watch.scalar(x)), raising=False
-    )
-    new_tensor = lambda x, data, dtype=None: x.new_zeros(len(data), dtype=dtype)  # noqa: E731
-    monkeypatch.setattr(FakeTensor, "new_tensor", new_tensor, raising=False)
-    monkeypatch.setattr(FakeTensor, "copy_", copy_, raising=False)
-    monkeypatch.setattr(FakeTensor, "numpy", lambda x: b"", raising=False)
-    for scheme in SCHEMES.values():  # its samples are real tensors, or would be fake ones forever
-        scheme.layout(torch.empty(128, 256, device="meta"))
-    with FakeTensorMode(allow_non_fake_inputs=True), watch:
+        monkeypatch.setattr(FakeTensor, name, double, raising=False)
+    with FakeTensorMode(allow_non_fake_inputs=True), Watch() as watch:
         yield watch
 
 
-def policy(device="cuda", **shape):
+def policy(**shape):
     small = {"num_hidden_layers": LAYERS, "vocab_size": 151936, "tie_word_embeddings": True}
     config = Qwen2Config(**SHAPE | small | shape)
-    with torch.device(device), no_init_weights():
+    with torch.device("cuda"), no_init_weights():
         model = Qwen2ForCausalLM(config)
     model.tie_weights()
     return model.eval()
 
 
-def sync(watch, name, plant=lambda tensor: tensor, is_colocated=False, **shape):
-    """A sync, smoothed where the format is, and checked unless it is colocated. `plant` is a fault,
-    which gets each tensor on its way.
-    """
+def sync(watch, name, is_colocated=False, **shape):
+    """A sync, smoothed where the format is, and checked unless it is colocated; its model."""
     model, scheme, names = policy(**shape), SCHEMES[name], []
     weights = stream_of(model, scheme, smooths=scheme.is_smoothed)
     if scheme.is_smoothed:
@@ -214,107 +141,21 @@ def sync(watch, name, plant=lambda tensor: tensor, is_colocated=False, **shape):
     watch.begin()
     whole = model_parameters(model, grid=GRID)
     made = checks.find_not_finite(weights.tensors(whole, GRID), names)
-    planted = ((name, plant(tensor)) for name, tensor in made)
-    for _, tensor in checks.MeteredStream(planted, None if is_colocated else {}):
+    for _, tensor in checks.MeteredStream(made, None if is_colocated else {}):
         assert tensor.is_cuda
-    return model, name
-
-
-def check_budgets(watch, model, name):
-    parameters = [parameter.numel() for parameter in model.parameters()]
-    largest = max(parameters)
-    assert watch.waits.total() <= 2, (
-        f"waits, not one for numbers and one for digests: {watch.waits}"
-    )
-    assert not watch.doubles.total(), f"64 bits, at half of the speed or less: {watch.doubles}"
-    assert watch.launches <= LAUNCHES[name] * LAYERS + 140, f"{watch.launches} launches"
-    allowed = BYTES[name] * (sum(parameters) - largest) + EMBEDDING_BYTES * largest
-    assert watch.nbytes <= allowed, f"{watch.nbytes / allowed:.3f} of the bytes"
-    peak = watch.peak - watch.base
-    assert peak <= 1.5 * 4 * largest + CHUNKS, f"peak of {peak / largest / 4:.2f} tensors"
+    return model
 
 
 @needs_scales_without_waits
 @pytest.mark.parametrize("name", SCHEMES)
-def test_a_checked_sync_stays_on_the_device_and_within_its_budgets(name, watch):
-    check_budgets(watch, *sync(watch, name))
+def test_a_checked_sync_stays_on_the_device_and_takes_few_launches(name, watch):
+    sync(watch, name)
+    assert watch.waits.total() <= 2, f"not one for numbers and one for digests: {watch.waits}"
+    assert watch.launches <= LAUNCHES[name] * LAYERS + 140
 
 
 @pytest.mark.parametrize("name", ["int8", "fp8"])
-def test_a_colocated_sync_of_7b_takes_1500_launches(name, watch, monkeypatch):
-    monkeypatch.setattr(FakeTensor, "numpy", lambda x: memoryview(b""))
-    model, _ = sync(watch, name, is_colocated=True, **SHAPE_7B)
+def test_a_colocated_sync_of_7b_takes_1500_launches(name, watch):
+    model = sync(watch, name, is_colocated=True, **SHAPE_7B)
     fingerprint(model)
     assert watch.launches <= 1500
-
-
-def launch_more(tensor):
-    for _ in range(40):
-        tensor = tensor.clone()
-    return tensor
-
-
-KEPT = []
-PLANTED = {
-    "a copy to the host": (lambda tensor: (tensor.cpu(), tensor)[1], "waits, .*copy to the host"),
-    "a wait": (lambda tensor: (tensor.flatten().select(0, 0).item(), tensor)[1], "waits, .*scalar"),
-    "a pass": (lambda tensor: tensor.clone() if tensor.numel() > 2**26 else tensor, "of the bytes"),
-    "64 bits": (lambda tensor: (tensor.to(torch.float32).double(), tensor)[1], "64 bits"),
-    "small launches": (launch_more, "launches"),
-    "tensors kept": (
-        lambda tensor: (KEPT.append(tensor.new_empty(tensor.shape, dtype=torch.float32)), tensor)[
-            1
-        ],
-        "peak of",
-    ),
-}
-
-
-@needs_scales_without_waits
-@pytest.mark.parametrize("fault", PLANTED)
-def test_a_fault_exceeds_its_budget(fault, watch):
-    plant, message = PLANTED[fault]
-    with pytest.raises(AssertionError, match=message):
-        check_budgets(watch, *sync(watch, "int8", plant))
-    KEPT.clear()
-
-
-def test_tensors_of_two_devices_do_not_meet(watch):
-    with pytest.raises(
-        RuntimeError, match="two different devices|found at least two devices|different devices"
-    ):
-        sync(watch, "int8", lambda tensor: tensor + torch.ones(tensor.shape))
-
-
-# those read a shape's values
-@needs_scales_without_waits
-@pytest.mark.parametrize("name", [name for name in SCHEMES if not name.endswith("a16")])
-def test_a_rounded_layer_stays_on_the_device(name, watch, monkeypatch):
-    with torch.device("cuda"), no_init_weights():
-        layer, inputs = torch.nn.Linear(1024, 512), torch.empty(1, 8, 1024, dtype=GRID)
-    scale = torch.ones(1024)  # on the host, as the first fit's broadcast leaves it
-    watch.begin()
-    rounded = QuantizedLinear(layer, SCHEMES[name], scale)
-    with torch.no_grad():
-        assert rounded(inputs).is_cuda
-    assert watch.waits.total() == 0 and watch.launches <= 110, (watch.waits, watch.launches)
-
-
-def test_smoothing_and_uaq_stay_on_the_device(watch):
-    model = policy()
-    stream = stream_of(model, SCHEMES["int8"], smooths=True)
-    smoothing = stream.smoothing
-    smoothing.collects = True
-    watch.begin()
-    for _, tensor in smoothing.fold(stream.form.convert(model_parameters(model))):
-        assert tensor.is_cuda
-    for source, each in smoothing._sources.items():
-        inputs = torch.empty(4, 256, model.get_submodule(each.layers[0]).in_features, device="cuda")
-        smoothing._record_inputs(source, None, (inputs,))
-    assert watch.waits.total() == 0, watch.waits
-    smoothing.fit(is_shared=False)
-    assert all(scale.is_cuda for scale in smoothing.scales.values())
-    assert watch.waits.total() <= len(smoothing._sources), watch.waits
-    watch.begin()
-    scale_model_(model, 1.5)
-    assert watch.waits.total() == 0 and watch.launches <= 20 * LAYERS, (watch.waits, watch.launches)

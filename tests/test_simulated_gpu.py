@@ -14,9 +14,7 @@ import vllm
 from documents import ROOT
 from simulated_gpu import table, tensors
 from simulated_gpu.cases import ALWAYS, CORNERS, FAULTS, MATRIX, MIXED, runs
-from simulated_gpu.engine import Report
 from simulated_gpu.forking import simulate_all
-from simulated_gpu.platform import GPUS
 from torch import nn
 
 from trl_qurl.quantization import SCHEMES
@@ -100,37 +98,12 @@ def test_the_page_says_what_was_simulated(reports):
     assert table.read() == table.rows(found), "write it: make simulated"
 
 
-def test_the_page_says_which_formats_are_refused_and_which_a_gpu_ran():
-    formats, mixed = table.read().split("\n\n")
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in formats.splitlines()]
-    names = [cell.strip("`") for cell in rows[0][1:]]
-    assert names == list(SCHEMES)
-    for row, gpus in table.ROWS.items():
-        [cells] = [cells for title, *cells in rows if title == row]
-        ran = {name for name, cell in zip(names, cells, strict=True) if cell == "ran"}
-        assert ran == table.RAN.get(row, set())
-        refused = [name for name, cell in zip(names, cells, strict=True) if cell == "refused"]
-        for gpu in gpus:
-            assert refused == [name for name in names if not SCHEMES[name].runs_on(GPUS[gpu])], gpu
-    cells = [cell.strip() for row in mixed.splitlines()[2:] for cell in row.split("|")[2:-1]]
-    assert cells == [
-        ", ".join(case.gpu for case in cases if runs(case)) for cases in MIXED.values()
-    ]
-
-
 def test_formats_that_a_gpu_ran_are_in_its_stored_log():
     """The H200's; the H100 was stopped by a missing package in between."""
     [path] = (ROOT / "benchmarks" / "results").glob("first_gpu-*-h200.jsonl")
     steps = map(json.loads, path.read_text().splitlines())
     ran = {step["step"].removeprefix("reload-") for step in steps if step.get("ok")}
     assert ran & set(SCHEMES) == table.RAN["Hopper (H100, H200)"]
-
-
-def test_refused_cases_are_counted_apart_from_faults():
-    refused = {"refused": "ValueError: no units"}
-    faults = [{}, refused, {}, refused, {}, {"reload": "AssertionError"}]
-    reports = {case: Report({}, fault) for case, fault in zip(MATRIX, faults, strict=False)}
-    assert table.summary(reports) == "6 cases: 3 as fresh, 2 refused, 1 with faults"
 
 
 def test_every_fault_that_we_repair_has_a_report():

@@ -153,10 +153,3 @@ def test_a_job_near_its_time_limit_is_requeued_and_resumes(start, tmp_path):
     again.process.communicate(timeout=30)
     resumed = again.options("rank0")["--resume_from_checkpoint"]
     assert resumed == str(tmp_path / "policy" / "checkpoint-10")
-
-
-def test_outside_of_a_job_the_script_says_how_to_submit_it(start):
-    job = start(SLURM_JOB_NODELIST="")
-    output, _ = job.process.communicate(timeout=60)
-    assert job.process.returncode != 0 and "sbatch examples/slurm.sh" in output
-    assert not job.lines(), "nothing was started"

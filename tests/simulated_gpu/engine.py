@@ -55,7 +55,6 @@ class Case:
     sleeps: bool = False  # level 2, as TRL's
     cache: str = "auto"  # dtype of keys and values
     has_flashinfer: bool = True
-    disabled: str = ""  # more kernels that vLLM may not choose
     is_repaired: bool = True  # False: vLLM's own reload
     is_refused: bool = True  # False: tried although we refuse it
 
@@ -94,10 +93,6 @@ def simulate(case: Case) -> Report:
 
         hardware.gpu_capability = lambda: GPUS[case.gpu]
         os.environ.update(hardware.kernel_environment(*case.schemes * case.is_refused))
-        if case.disabled:
-            os.environ["VLLM_DISABLED_KERNELS"] = (
-                f"{os.environ.get('VLLM_DISABLED_KERNELS', '')},{case.disabled}"
-            )
         stage = "start"
         engine = Engine(case, models[0])
         report.kernels = engine.kernels()

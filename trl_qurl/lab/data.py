@@ -137,14 +137,12 @@ def describe_solutions(solutions: Sequence[str]) -> str:
         for formula in formulas[:CHECKED]
         if all(isinstance(form, str) for form in parse(formula))  # it returns the text as well
     ]
-    line = (
-        f"{len(solutions) - texts} answers are compared as mathematics, {texts} as text; no form "
-        f"is known for {sum(solution in unread for solution in solutions)}"
-    )
+    line = f"{len(solutions) - texts} answers are compared as mathematics, {texts} as text"
     if unread:
-        line += f", such as {unread[0]}: only the same text is right"
-    if len(formulas) > CHECKED:
-        line += f" (of the first {CHECKED} formulas)"
+        count = sum(solution in unread for solution in solutions)
+        line += f"; no form is known for {count}, such as {unread[0]}: only the same text is right"
+        if len(formulas) > CHECKED:
+            line += f" (of the first {CHECKED} formulas)"
     return f"{line}."
 
 
@@ -159,7 +157,7 @@ def _load_rows(name: str, split: str, config: str | None) -> Iterable[Row]:
         return load_dataset(name, config, split=split)
     if not path.is_file():
         raise FileNotFoundError(
-            f"{name} does not exist: give a {', '.join(SUFFIXES)} file (~ is not expanded), "
+            f"{name} is not an existing {', '.join(SUFFIXES)} file: give one (~ is not expanded), "
             "or a Hub name."
         )
     if suffix not in SUFFIXES:

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import sdpa_mask
 
 from trl_qurl.lab.activations import fp8_per_token, int8_per_token, to_fp8
 
@@ -34,7 +34,7 @@ def rounded_cache(model: PreTrainedModel, cache: str) -> Iterator[None]:
             f"--kv {cache} is simulated here, which needs a model with PyTorch's attention "
             f"({ATTENTION}): use a GPU."
         )
-    attend = ALL_ATTENTION_FUNCTIONS[ATTENTION]
+    attend = AttentionInterface()[ATTENTION]
     rounded = ROUNDINGS[cache]
 
     def attend_rounded(
@@ -47,8 +47,10 @@ def rounded_cache(model: PreTrainedModel, cache: str) -> Iterator[None]:
     ) -> Any:
         return attend(module, query, rounded(key), rounded(value), *args, **options)
 
-    ALL_ATTENTION_FUNCTIONS[ATTENTION] = attend_rounded
+    AttentionInterface.register(cache, attend_rounded)
+    AttentionMaskInterface.register(cache, sdpa_mask)
+    model.set_attn_implementation(cache)
     try:
         yield
     finally:
-        ALL_ATTENTION_FUNCTIONS[ATTENTION] = attend
+        model.set_attn_implementation(ATTENTION)

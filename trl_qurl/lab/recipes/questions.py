@@ -69,11 +69,10 @@ def train(
     options: dict[str, Any] = {"callbacks": callbacks}
     if command == "ppo":
         options["value_model"] = vars(script_args)["value_model"]
-    tasks = script_args.eval_tasks
-    if tasks:
+    if script_args.eval_tasks:
         steps = script_args.eval_tasks_steps
         limit = script_args.eval_tasks_limit
-        callbacks.append(TaskEvaluationCallback(tasks, steps, limit))
+        callbacks.append(TaskEvaluationCallback(script_args.eval_tasks, steps, limit))
     loading = {
         "revision": model_args.model_revision,
         "dtype": model_args.dtype,
