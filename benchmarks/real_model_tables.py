@@ -46,11 +46,11 @@ CONTRASTS = [
     ("int8_triple_rate", "bf16_triple_rate"),
 ]
 SHOWN = {
-    "bf16": "16-bit rollouts",
-    "bf16_again": "the same, other seeds",
+    "bf16": "16 bits",
     "int8_acr": "INT8, the default",
+    "int8_plain_quantized_ratio": "INT8, not smoothed, the wrong ratio (quantized_ratio)",
+    "bf16_again": "16 bits, other seeds",
     "int8_plain_naive": "INT8, neither smoothed nor corrected",
-    "int8_plain_quantized_ratio": "INT8, not smoothed, ratio to the actor",
 }
 MEASURES: dict[str, Any] = {
     "reward, first 20": lambda run: mean(row["reward"] for row in rollouts(run)[:20]),

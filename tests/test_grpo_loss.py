@@ -32,7 +32,6 @@ from trl_qurl.config.checks.conflicts import CLIPPED_LOSS_TYPES
 from trl_qurl.objective import OBJECTIVES
 from trl_qurl.rollout import sync
 from trl_qurl.rollout.errors import SyncError
-from trl_qurl.rollout.mismatch import mismatch_metrics, mismatch_sums
 from trl_qurl.trainers.callbacks import RolloutCallback
 from trl_qurl.trainers.checks.guard import MismatchGuard
 from trl_qurl.trainers.checks.learning import LearningWatch
@@ -407,31 +406,20 @@ def test_smoothing_learns_from_the_pass_that_scores_and_from_no_other(
     smoothing._inputs.clear()
 
 
-def test_the_mismatch_is_that_of_one_whole_rollout(trainer, monkeypatch):
-    """One update per rollout, four micro-batches each: the figures come with the fourth, and are of
-    these four.
-    """
+def test_the_mismatch_of_a_rollout_comes_with_its_last_micro_batch(trainer, monkeypatch):
+    """One update per rollout, four micro-batches each."""
     one_update_per_rollout(trainer, monkeypatch)
     trainer.args.objective = "acr"
     trainer.loss_type = "dapo"
-    trainer._metrics["train"].clear()
     logged = trainer._metrics["train"]
+    logged.clear()
     for rollout in range(2):
-        sums = torch.zeros(9, dtype=torch.float64)
-        largest = 0.0
         for step in range(4):
             assert len(logged["mismatch/kl_k3"]) == rollout, f"after {step} micro-batches"
             assert len(logged["mismatch/guard"]) == rollout, "the guard judges rollouts"
             trainer.training_step(trainer.model, ROWS, None)
-            batch = trainer._buffered_inputs[step]
-            with torch.no_grad():
-                logps = logps_of(trainer, batch)
-            mask = batch["completion_mask"].bool()
-            part, ratio = mismatch_sums(logps, batch["sampling_per_token_logps"], mask, CAP)
-            sums += part
-            largest = max(largest, ratio.item())
-        for name, value in mismatch_metrics(sums, largest).items():
-            assert logged[name][rollout] == pytest.approx(value, rel=2e-2, abs=1e-9), name
+    tokens = sum(part["completion_mask"].sum().item() for part in trainer._buffered_inputs)
+    assert logged["mismatch/tokens"][-1] == tokens
     trainer.model.zero_grad()
 
 
@@ -469,11 +457,6 @@ def test_a_rollout_whose_tokens_the_engine_could_not_score_is_an_error(trainer, 
     with pytest.raises(RuntimeError, match=r"for 100\.0% of this rollout's tokens"):
         trainer.training_step(trainer.model, ROWS, None)
     trainer.model.zero_grad()
-    # Nothing to learn from, as where all completions are cut and cut ones are masked, is no fault
-    # of the engine's.
-    nothing = torch.zeros(B, T, dtype=torch.bool)
-    trainer._mismatch.add(torch.zeros(B, T), torch.full((B, T), torch.nan), nothing, CAP)
-    assert trainer._mismatch.pop() == {}
 
 
 def test_a_rollout_function_without_log_probabilities_says_what_to_return(

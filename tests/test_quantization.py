@@ -298,8 +298,7 @@ def test_both_writers_tell_vllm_the_same(scheme, ignore, tmp_path):
         assert config["architectures"] == ["Qwen2ForCausalLM"]
         quantization = config["quantization_config"]
         [group] = quantization["config_groups"].values()
-        for tensors in (group["weights"], group["input_activations"]):
-            if tensors:
-                del tensors["observer"]  # how the scales were found; of no interest to an engine
+        for rounded in filter(None, (group["weights"], group["input_activations"])):
+            del rounded["observer"]  # how the scales were found; of no interest to an engine
         told.append([group, *(quantization[key] for key in ("format", "ignore", "quant_method"))])
     assert told[0] == told[1]

@@ -9,8 +9,9 @@ import transformers.trainer
 from child import print_record
 from huggingface_hub.utils import filter_repo_objects
 from short_runs import build
+from support.losses import vowels
 from tiny import CHAT_TEMPLATE, KEPT, tiny_classifier, tiny_tokenizer
-from train import count_vowels, engine_logps, lora
+from train import engine_logps, lora
 from transformers import TrainerCallback
 
 SETTINGS = {
@@ -57,7 +58,7 @@ def run(directory, name, kind="GRPO", saves=True, given=None, **settings):
     callback = SaveOnTheWay()
     given = {"processing_class": tokenizer, "callbacks": [callback] * saves} | (given or {})
     out = f"{directory}/{name}"
-    trainer = build(out, kind, None, count_vowels, given, **SETTINGS | settings)
+    trainer = build(out, kind, None, vowels, given, **SETTINGS | settings)
     callback.trainer = trainer
     KEPT.append(trainer)
     trainer.train()
