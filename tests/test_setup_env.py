@@ -70,15 +70,15 @@ class Clone:
         (folder / "setup.cfg").touch()
         (folder / "pyproject.toml").write_text(PROJECT)
         (folder / "backend.py").write_text(BACKEND)
-        # A file for one of pip's settings, a variable for what it is to overrule there.
-        (folder / "pip.conf").write_text("[global]\nno-index = true\nfind-links = /nowhere\n")
-        self.environment = {
-            "PATH": os.environ["PATH"],
-            "PIP_CONFIG_FILE": str(folder / "pip.conf"),
-            "PIP_FIND_LINKS": str(self.wheels),
-            "UV_CACHE_DIR": str(folder / "cache"),
-            "PYTHONDONTWRITEBYTECODE": "1",
+        # A file for some of pip's settings, a variable for what it is to overrule there.
+        settings = ("no-index = true", "index-url = http://127.0.0.1:1/", "find-links = /nowhere")
+        (folder / "pip.conf").write_text("\n".join(["[global]", *settings, ""]))
+        others = {
+            name: value for name, value in os.environ.items() if name[:3] not in ("PIP", "UV_")
         }
+        ours = {"PIP_CONFIG_FILE": str(folder / "pip.conf"), "PIP_FIND_LINKS": str(self.wheels)}
+        ours |= {"UV_CACHE_DIR": str(folder / "cache"), "PYTHONDONTWRITEBYTECODE": "1"}
+        self.environment = others | ours
 
     def lock(self, *lines: str) -> None:
         (self.folder / "requirements/cpu.lock").write_text("\n".join(lines) + "\n")
@@ -111,8 +111,8 @@ class Clone:
 
 
 @pytest.fixture(scope="module")
-def clone(tmp_path_factory) -> Clone:
-    """A clone after a set-up."""
+def uv_fails(tmp_path_factory) -> Clone:
+    """A clone after a set-up with a uv that fails."""
     made = Clone(tmp_path_factory.mktemp("clone"))
     # torch's build for CPUs has no dependency that the one for CUDA has
     make_wheel(made.wheels, "torch", "2", "cuda_runtime")
@@ -123,21 +123,46 @@ def clone(tmp_path_factory) -> Clone:
     make_wheel(made.wheels, "engine", "1", "quantizer==1")
     make_wheel(made.wheels, "quantizer", "2")
     make_wheel(made.wheels, "quantizer", "3")
+    broken = made.folder / "uv"
+    broken.write_text("#!/bin/sh\necho backend: $UV_TORCH_BACKEND\nexit 2\n")
+    make_wheel(made.wheels, "uv", "1", program=broken)
     make_wheel(made.wheels, "uv", "2", program=Path(find_uv_bin()))
-    made.lock("torch==2", "engine==1", "quantizer==2", "uv==2")
-    made.set_up()
+    made.lock("torch==2", "engine==1", "quantizer==2", "uv==1")
+    made.said = made.set_up()
     return made
 
 
-def test_uv_installs_what_the_lock_file_changed_and_leaves_torch_alone(clone):
+def test_pip_takes_the_place_of_a_uv_that_fails(uv_fails):
+    assert uv_fails.said.count("uv failed, so pip takes its place") == 3
     versions = {"torch": "2+cpu", "tensors": "1", "engine": "1", "quantizer": "2", "ours": "1"}
-    ours = {name: (version, "uv") for name, version in versions.items()} | {"uv": ("2", "pip")}
-    assert clone.installed() == ours
-    (clone.packages() / "torch-2+cpu.dist-info" / "INSTALLER").write_text("as before")
-    clone.lock("torch==2", "engine==1", "quantizer==3", "uv==2")
-    assert "uv failed" not in clone.set_up()
-    kept = {"torch": ("2+cpu", "as before")}
-    assert clone.installed() == ours | {"quantizer": ("3", "uv")} | kept
+    pip = {name: (version, "pip") for name, version in versions.items()}
+    assert uv_fails.installed() == pip | {"uv": ("1", "pip")}
+
+
+def test_uv_is_sent_to_pytorchs_cpu_builds_unless_the_user_names_a_source(uv_fails, monkeypatch):
+    log = uv_fails.folder / ".venv" / "trl-qurl-setup.log"
+    assert log.read_text().count("backend:\n") == 3
+    monkeypatch.setitem(uv_fails.environment, "PIP_FIND_LINKS", "")
+    monkeypatch.setitem(uv_fails.environment, "PIP_CONFIG_FILE", os.devnull)
+    uv_fails.interrupt()
+    uv_fails.set_up()  # everything is there, so pip asks no index
+    assert log.read_text().count("backend: cpu\n") == 1
+
+
+@pytest.fixture(scope="module")
+def clone(uv_fails) -> Clone:
+    """The same clone after an update of the lock file to a uv that works, and to another package."""
+    uv_fails.lock("torch==2", "engine==1", "quantizer==3", "uv==2")
+    uv_fails.said = uv_fails.set_up()
+    return uv_fails
+
+
+def test_uv_installs_what_the_lock_file_changed_and_leaves_torch_alone(clone):
+    assert "uv failed" not in clone.said
+    versions = {"torch": "2+cpu", "tensors": "1", "engine": "1"}
+    pip = {name: (version, "pip") for name, version in versions.items()}
+    ours = {"quantizer": ("3", "uv"), "ours": ("1", "uv"), "uv": ("2", "pip")}
+    assert clone.installed() == pip | ours
     # what Python may not write later
     assert list(clone.packages().glob("__pycache__/quantizer.*.pyc"))
     assert clone.set_up() == ".venv is up to date (cpu profile)\n"
