@@ -160,7 +160,7 @@ def test_a_loss_that_scores_its_own_rollout_follows_the_cuts(trainer, monkeypatc
         assert_close(ours, expected, 1e-3, 1e-4)
         if steps == 4:
             ratio = trainer._metrics["train"]["mismatch/ratio_mean"]
-            assert ratio == [pytest.approx(1.0, abs=0.02)]
+            assert ratio == [pytest.approx(1.0, abs=0.05 if SATURATES else 0.02)]
 
 
 def test_lists_as_the_engine_returns_them():
