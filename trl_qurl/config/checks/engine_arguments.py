@@ -34,8 +34,8 @@ ENDS = (
 UNFOLLOWED = {
     "logits_processors": DISTRIBUTION,
     "speculative_config": (
-        "no sync updates a draft model, and the log-probabilities of its tokens were never "
-        "compared with the trainer's"
+        "no sync updates a draft model, and what an old one drafts is rarely taken, so that "
+        "rollouts become slower"
     ),
     "generation_config": ENDS,
     "override_generation_config": ENDS,
