@@ -179,7 +179,7 @@ def main() -> int:
         f"functions over {LONGEST_FUNCTION} lines": (len(functions), 0),
         "syntax nodes on the core's fullest line": (core.fullest, FULLEST_LINE),
         # A commit may lower it, and raise it only with a line in CHANGELOG.md that says for what.
-        "tokens of the core": (core.tokens, 61_938),
+        "tokens of the core": (core.tokens, 61_930),
         "uses of substitute": (sum(map(substitutions, PARTS["core"])), 8),
         "settings added to TRL's": (len(added_fields()), 21),
         "entries in trl_qurl/": (len(entries), 13),

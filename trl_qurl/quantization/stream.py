@@ -59,7 +59,6 @@ class WeightStream:
                 ids = torch.tensor([tokens], device=model.device)
                 model(input_ids=ids, use_cache=False, logits_to_keep=1)
         model.train(was_training)
-        self.smoothing.collects = False
         self.smoothing.fit(is_shared=False)
 
     def tensors(
