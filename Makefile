@@ -61,9 +61,9 @@ test-deepspeed: setup ## run the tests of ZeRO; installs DeepSpeed, which the lo
 	$(BIN)/pip install --quiet deepspeed==0.19.8
 	$(PYTEST) tests/test_processes.py -k zero3 $(PYTEST_ARGS)
 
-test-random: setup ## the same as test, in an order that is drawn anew; installs pytest-randomly
-	$(BIN)/pip install --quiet pytest-randomly==4.0.1
-	$(PYTEST) -m "not slow" $(PYTEST_ARGS); status=$$?; $(BIN)/pip uninstall --quiet --yes pytest-randomly; exit $$status
+test-random: setup ## the same as test, in an order that is drawn anew
+	$(BIN)/pip install --quiet --upgrade --no-deps --target .venv/random pytest-randomly==4.0.1
+	PYTHONPATH=.venv/random $(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
 baselines: setup ## measure what must not get worse, and compare it with the stored figures; MODEL=DIRECTORY adds a real model
 	$(BIN)/python benchmarks/baselines.py $(if $(MODEL),--model $(MODEL))
