@@ -52,6 +52,7 @@ def held_version(deployment):
 
 
 def test_not_up_yet_is_waited_for(deployment, caplog):
+    deployment.close()
     threading.Timer(3.0, deployment.start).start()
     trainer = deployment.trainer(vllm_server_timeout=240.0)
     waited = [text for text in caplog.messages if text.startswith("Waiting")]

@@ -76,9 +76,12 @@ class Clone:
         others = {
             name: value for name, value in os.environ.items() if name[:3] not in ("PIP", "UV_")
         }
-        ours = {"PIP_CONFIG_FILE": str(folder / "pip.conf"), "PIP_FIND_LINKS": str(self.wheels)}
-        ours |= {"UV_CACHE_DIR": str(folder / "cache"), "PYTHONDONTWRITEBYTECODE": "1"}
-        self.environment = others | ours
+        ours = {"UV_CACHE_DIR": str(folder / "cache"), "PYTHONDONTWRITEBYTECODE": "1"}
+        self.settings = {
+            "PIP_CONFIG_FILE": str(folder / "pip.conf"),
+            "PIP_FIND_LINKS": str(self.wheels),
+        }
+        self.environment = others | ours | self.settings
 
     def lock(self, *lines: str) -> None:
         (self.folder / "requirements/cpu.lock").write_text("\n".join(lines) + "\n")
@@ -129,6 +132,14 @@ def uv_fails(tmp_path_factory) -> Clone:
     make_wheel(made.wheels, "uv", "2", program=Path(find_uv_bin()))
     made.lock("torch==2", "engine==1", "quantizer==2", "uv==1")
     made.said = made.set_up()
+    made.pip = made.installed()
+    made.log = made.folder / ".venv" / "trl-qurl-setup.log"
+    made.backends = [made.log.read_text()]
+    made.interrupt()
+    made.environment |= {"PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": os.devnull}
+    made.set_up()  # everything is there, so pip asks no index
+    made.backends.append(made.log.read_text())
+    made.environment |= made.settings
     return made
 
 
@@ -136,33 +147,30 @@ def test_pip_takes_the_place_of_a_uv_that_fails(uv_fails):
     assert uv_fails.said.count("uv failed, so pip takes its place") == 3
     versions = {"torch": "2+cpu", "tensors": "1", "engine": "1", "quantizer": "2", "ours": "1"}
     pip = {name: (version, "pip") for name, version in versions.items()}
-    assert uv_fails.installed() == pip | {"uv": ("1", "pip")}
+    assert uv_fails.pip == pip | {"uv": ("1", "pip")}
 
 
-def test_uv_is_sent_to_pytorchs_cpu_builds_unless_the_user_names_a_source(uv_fails, monkeypatch):
-    log = uv_fails.folder / ".venv" / "trl-qurl-setup.log"
-    assert log.read_text().count("backend:\n") == 3
-    monkeypatch.setitem(uv_fails.environment, "PIP_FIND_LINKS", "")
-    monkeypatch.setitem(uv_fails.environment, "PIP_CONFIG_FILE", os.devnull)
-    uv_fails.interrupt()
-    uv_fails.set_up()  # everything is there, so pip asks no index
-    assert log.read_text().count("backend: cpu\n") == 1
+def test_uv_is_sent_to_pytorchs_cpu_builds_unless_the_user_names_a_source(uv_fails):
+    named, not_named = uv_fails.backends
+    assert named.count("backend:\n") == 3
+    assert not_named.count("backend: cpu\n") == 1
 
 
 @pytest.fixture(scope="module")
 def clone(uv_fails) -> Clone:
     """The same clone after an update of the lock file to a uv that works, and to another package."""
     uv_fails.lock("torch==2", "engine==1", "quantizer==3", "uv==2")
-    uv_fails.said = uv_fails.set_up()
+    uv_fails.said_later = uv_fails.set_up()
+    uv_fails.uv = uv_fails.installed()
     return uv_fails
 
 
 def test_uv_installs_what_the_lock_file_changed_and_leaves_torch_alone(clone):
-    assert "uv failed" not in clone.said
+    assert "uv failed" not in clone.said_later
     versions = {"torch": "2+cpu", "tensors": "1", "engine": "1"}
     pip = {name: (version, "pip") for name, version in versions.items()}
     ours = {"quantizer": ("3", "uv"), "ours": ("1", "uv"), "uv": ("2", "pip")}
-    assert clone.installed() == pip | ours
+    assert clone.uv == pip | ours
     # what Python may not write later
     assert list(clone.packages().glob("__pycache__/quantizer.*.pyc"))
     assert clone.set_up() == ".venv is up to date (cpu profile)\n"

@@ -116,7 +116,7 @@ def measure_lines(file: Path) -> None:
     coverage = coverage.Coverage(data_file=None, source=["trl_qurl"], config_file=False)
     plugin = Lines(coverage)
     coverage.start()
-    pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", FAST], plugins=[plugin])
+    pytest.main(["-q", "-p", "no:cacheprovider", "-n", "0", "-m", FAST], plugins=[plugin])
     coverage.stop()
     data = coverage.get_data()
     lines: dict[str, dict[int, list[str]]] = {}
@@ -256,7 +256,7 @@ class Workshop:
         os.dup2(output, 1)
         os.dup2(output, 2)
         sys.path.insert(0, str(self.copy))
-        options = ["-q", "--tb=no", "--assert=plain", "-p", "no:cacheprovider", "-p", "no:xdist"]
+        options = ["-q", "--tb=no", "--assert=plain", "-p", "no:cacheprovider", "-n", "0"]
         options += ["-m", FAST, "--rootdir", str(self.copy)]
         os._exit(int(pytest.main([*options, *tests], plugins=[Results(self.results)])))
 
