@@ -28,7 +28,14 @@ FLOAT32_CODES = (
 RATE = "factor of the learning rate"
 LORA = "adapter"
 OTHER_SEEDS = "seeds that no other arm has"
+COARSE = ("int6", "int4")  # codes of few bits, in the INT8 kernel (`objectives.coarse`)
+SWITCHES = "switches to tis before rollout 21"
 BF16 = {"rollout_quantization": None, "objective": "naive"}
+EXPLORING = {
+    "naive": {"objective": "naive"},
+    "tis": {"objective": "tis"},
+    "naive_then_tis": {"objective": "naive", SWITCHES: True},
+}
 ARMS: dict[str, dict[str, Any]] = {
     "bf16": BF16,
     "bf16_again": {**BF16, OTHER_SEEDS: 1000},
@@ -57,6 +64,12 @@ ARMS: dict[str, dict[str, Any]] = {
         "round_base": True,
         LORA: True,
         RATE: 0.0,
+    },
+    # Does rounding help to explore?
+    **{
+        f"{scheme}_{name}": {"rollout_quantization": scheme, **settings}
+        for scheme in COARSE
+        for name, settings in EXPLORING.items()
     },
 }
 ROLLOUTS = 40
@@ -97,7 +110,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     from benchmarks.provenance import require_exact_int8
 
-    if any(ARMS[arm].get("rollout_quantization", "int8") == "int8" for arm in args.arms):
+    formats = {ARMS[arm].get("rollout_quantization", "int8") for arm in args.arms}
+    if formats & {"int8", *COARSE}:
         require_exact_int8()
     missing = [
         (arm, seed)
@@ -143,6 +157,7 @@ def train(
     from datasets import Dataset
 
     from benchmarks.chat_tasks import TASKS
+    from benchmarks.objectives.coarse import add_coarse_schemes
     from benchmarks.objectives.one_run import write_short_log
     from benchmarks.provenance import provenance
     from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
@@ -153,6 +168,11 @@ def train(
     keep_freed_memory()
     task = TASKS[task_name]
     settings: dict[str, Any] = {"rollout_quantization": "int8", **ARMS[arm]}
+    switches = settings.pop(SWITCHES, False)
+    if settings["rollout_quantization"] in COARSE:
+        add_coarse_schemes()
+        # limits and checks are for the package's own formats
+        settings |= {"mismatch_guard": "off", "sync_check_interval": 0}
     if settings.pop(FLOAT32_CODES, False):
         preparation.AUTOCAST.clear()
     settings["learning_rate"] = task.learning_rate * settings.pop(RATE, 1.0)
@@ -184,6 +204,8 @@ def train(
         trainer = QuRLGRPOTrainer(
             model=model, reward_funcs=reward, args=config, train_dataset=data, peft_config=adapter
         )
+        if switches:
+            trainer.add_callback(switch_to_tis(20 * updates))
         trainer.train()
         measured = {
             "full_precision": accuracy(task, answer(trainer, task, sampled=True)),
@@ -211,6 +233,18 @@ def train(
         **found,
     }
     write_short_log(kept, rows, place(output, arm, seed))
+
+
+def switch_to_tis(after: int) -> Any:
+    """Return a callback that gives the objective a correction after so many updates."""
+    from transformers import TrainerCallback
+
+    class Switch(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == after:
+                args.objective = "tis"
+
+    return Switch()
 
 
 def training_settings(rollouts: int, updates: int) -> dict[str, Any]:

@@ -21,7 +21,7 @@ import torch
 from trl_qurl.quantization.formats import get_scheme, register_scheme
 from trl_qurl.quantization.scheme import QuantizationScheme
 
-CODE_BITS = {"int3": 3, "int4": 4}
+CODE_BITS = {"int3": 3, "int4": 4, "int6": 6}
 UNBIASED = ("int8_stochastic", "int8_feedback", "int3_stochastic", "int3_feedback")
 """Formats with codes that a second pass cannot repeat."""
 
