@@ -13,6 +13,9 @@ import pytest
 import torch
 from datasets import Dataset
 from tiny import ENGINE
+from trl import GRPOTrainer
+
+from trl_qurl import QuRLGRPOTrainer
 
 SETTINGS = {
     "report_to": [],
@@ -27,6 +30,13 @@ CAP, EPSILON_LOW, EPSILON_HIGH = 2.0, 0.2, 0.28
 
 Batch = dict[str, Any]
 Tensors = dict[str, torch.Tensor]
+
+
+class OwnPass(QuRLGRPOTrainer):
+    """A forward pass without a call of the parent."""
+
+    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> tuple:
+        return GRPOTrainer._get_per_token_logps_and_entropies(self, model, *args, **kwargs)
 
 
 def vowels(completions: list[str], **kwargs: Any) -> list[float]:
