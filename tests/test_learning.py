@@ -1,12 +1,13 @@
-"""Why a run learns nothing is said once."""
+"""What is said of a run that learns nothing, or not what is meant."""
 
 import math
 import re
 from types import SimpleNamespace
 
 import pytest
-from support.building import build
-from transformers import TrainerState
+from support.building import build, settings_of
+from tiny import tiny_model
+from transformers import AutoModelForCausalLM, TrainerState
 
 from trl_qurl import QuRLGRPOTrainer, QuRLPPOTrainer
 from trl_qurl.trainers.checks.learning import LearningWatch
@@ -17,12 +18,16 @@ ALL_CUT = {"completions/clipped_ratio": 1.0}
 MOST_CUT = {"completions/clipped_ratio": 0.6}
 
 
-@pytest.fixture
-def trainer(tmp_path, monkeypatch):
-    """A trainer without an engine, with two updates per rollout."""
+@pytest.fixture(autouse=True)
+def no_engine(monkeypatch):
     init = "trl_qurl.rollout.backend.QuantizedVLLMGeneration._init_vllm"
     sync = SimpleNamespace(unchanged_steps=lambda: range(0))
     monkeypatch.setattr(init, lambda self: vars(self).update(context=64, sync=sync))
+
+
+@pytest.fixture
+def trainer(tmp_path):
+    """A trainer with two updates per rollout."""
     return build(QuRLGRPOTrainer, tmp_path)
 
 
@@ -103,3 +108,14 @@ def test_a_critic_also_learns_from_rewards_that_differ_between_questions(
     assert caplog.messages == []
     roll_out(watch, *[ALIKE | {"reward_std": 0.0}] * 4)
     assert len(caplog.messages) == 1
+
+
+@pytest.mark.parametrize("change", [0, 1])
+def test_a_reference_that_is_not_the_policy_is_warned_of(change, tmp_path, caplog):
+    tiny_model().save_pretrained(tmp_path / "model")
+    policy = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    policy.model.norm.weight.data += change
+    args = settings_of(QuRLGRPOTrainer, tmp_path, beta=0.1)
+    build(QuRLGRPOTrainer, tmp_path, model=policy, args=args)
+    warned = [text for text in caplog.messages if "first in model.norm.weight" in text]
+    assert len(warned) == change
