@@ -33,7 +33,7 @@ from trl_qurl.rollout.engine import served
 from trl_qurl.rollout.engine.broadcast import Broadcast
 from trl_qurl.rollout.engine.colocated import ColocatedEngine
 from trl_qurl.rollout.errors import ServerError, ServerLostError, SyncError
-from trl_qurl.rollout.group import TOGETHER
+from trl_qurl.rollout.group import APART, TOGETHER
 from trl_qurl.rollout.routes import StreamRoute, choose_route, stream_metadata
 from trl_qurl.rollout.sync import RolloutCost, WeightSync
 from trl_qurl.rollout.wire import EngineDescription, WeightUpdate
@@ -435,6 +435,7 @@ def test_every_stream_is_proven_until_a_gpu_has_shown_that_it_need_not_be(
 
 def test_a_sync_without_memory_says_what_to_set(client, monkeypatch):
     sync = sync_to(client, tiny_model(), 0)
+    sync.route.group = APART  # as of an engine in this process
     full = torch.OutOfMemoryError("CUDA out of memory.")
     monkeypatch.setattr(sync.route, "send", MagicMock(side_effect=full))
     with pytest.raises(torch.OutOfMemoryError) as caught:
