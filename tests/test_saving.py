@@ -11,12 +11,10 @@ import torch
 from accelerate import PartialState
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from support.building import build
 from support.training import SAME, metrics_by_step
 from tiny import stream_of, tiny_model, tiny_tokenizer
 from transformers import AutoTokenizer, GenerationConfig
 
-from trl_qurl import QuRLGRPOTrainer
 from trl_qurl.quantization import SCHEMES, write_checkpoint
 from trl_qurl.quantization.checks.output import check_replaceable
 from trl_qurl.quantization.merging import model_parameters
@@ -156,13 +154,6 @@ def test_other_paths_are_refused(path, error, message, tmp_path, monkeypatch):
     check_replaceable("new")
     with pytest.raises(error, match=message):
         check_replaceable(path)
-
-
-def test_a_policy_that_cannot_be_saved_is_refused(tmp_path):
-    policy = tiny_model()
-    policy.generation_config.temperature = 0.5  # without do_sample
-    with pytest.raises(ValueError, match="temperature"):
-        build(QuRLGRPOTrainer, tmp_path, model=policy)
 
 
 def test_parameters_are_gone_through_to_the_end_when_writing_fails():
