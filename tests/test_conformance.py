@@ -4,7 +4,6 @@ does here.
 Many features share a run (tests/scenarios/conformance.py), and several runs a process.
 """
 
-import ast
 import dataclasses
 import inspect
 import math
@@ -38,11 +37,6 @@ FEATURES = [row for row in rows(PAGE) if len(row) == 4]
 # --------------------------------------------------------------------------------------------------
 
 
-def functions(file):
-    tree = ast.parse(file.read_text())
-    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-
-
 @pytest.mark.parametrize("row", FEATURES, ids=[row[0] for row in FEATURES])
 def test_a_row_has_a_verdict_and_tests_that_exist(row):
     _, verdict, how, tests = row
@@ -51,14 +45,7 @@ def test_a_row_has_a_verdict_and_tests_that_exist(row):
     shown = re.findall(r"`(test_\w+\.py)::(test_\w+)`", tests)
     assert shown or (verdict == "not tried" and tests == "–" and "need" in how)
     for file, name in shown:
-        assert name in functions(TESTS / file), f"{file} has no {name}"
-
-
-def test_every_test_of_a_feature_has_a_row():
-    shown = set(re.findall(r"test_conformance\.py::(test_\w+)", PAGE.read_text()))
-    about_the_page = re.compile("test_(a_row|every_)")
-    tests = {name for name in functions(Path(__file__)) if name.startswith("test_")}
-    assert {name for name in tests if not about_the_page.match(name)} == shown
+        assert f"def {name}(" in (TESTS / file).read_text(), f"{file} has no {name}"
 
 
 @pytest.mark.parametrize("config", [GRPOConfig, RLOOConfig])

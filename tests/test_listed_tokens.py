@@ -11,8 +11,7 @@ from conftest import SATURATES, needs_vnni
 from peft import LoraConfig, get_peft_model
 from support import losses
 from support.losses import ROWS, assert_close, gradients, our_loss, vowels
-from tiny import ENGINE, tiny_model, tiny_tokenizer
-from trl import GRPOTrainer
+from tiny import ENGINE, save_tiny, tiny_model
 from trl.trainer.utils import add_fused_lm_head
 from vllm.logprobs import FlatLogprobs
 
@@ -29,7 +28,10 @@ from trl_qurl.trainers.listed_tokens import (
     renormalized,
 )
 
-pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("trainer")]
+
+def in_an_engine(function):
+    return pytest.mark.vllm(pytest.mark.xdist_group("trainer")(function))
+
 
 OFF = {"top_k": 0, "top_p": 1.0, "min_p": None, "structured_outputs_regex": None}
 CUTS = [
@@ -41,28 +43,21 @@ CUTS = [
 ]
 
 
-ABSENT = {"tools": [], "rollout_func": None, "environment_factories": None}
-
-
-def save_sharp(directory):
-    """A tiny model whose answers are not all equally likely."""
-    model = tiny_model("qwen2", tie_word_embeddings=False)
-    with torch.no_grad():
-        model.lm_head.weight.mul_(12)
-    model.save_pretrained(directory)
-    tiny_tokenizer().save_pretrained(directory)
-    return str(directory)
-
-
 @pytest.fixture(scope="module", params=[QuRLGRPOTrainer, QuRLRLOOTrainer])
 def trainer(request, tmp_path_factory):
-    """With a reference model; it lists as many tokens as any setting needs."""
-    start = save_sharp(tmp_path_factory.mktemp("start"))
+    """With a reference model that is another one, and a list as long as any setting needs."""
+    sharp = tiny_model("qwen2", tie_word_embeddings=False)
+    with torch.no_grad():
+        sharp.lm_head.weight.mul_(12)  # so that answers are not all equally likely
+    start = str(save_tiny(tmp_path_factory.mktemp("start"), model=sharp))
     directory = tmp_path_factory.mktemp("out")
     settings = {"top_p": 0.9, "beta": 0.1, "temperature": 1.2}
     settings["vllm_engine_kwargs"] = ENGINE | {"max_logprobs": 5}  # too few
     trainer = losses.build(request.param, directory, start, vowels, **settings)
     trainer.current_gradient_accumulation_steps = 1
+    with torch.no_grad():
+        for parameter in trainer.ref_model.parameters():
+            parameter.mul_(1.02)
     return trainer
 
 
@@ -89,6 +84,7 @@ def brute_force(trainer, batch, model=None):
     return sampled - mass.masked_fill(mass.isinf(), 0)
 
 
+@in_an_engine
 @pytest.mark.parametrize("cuts", CUTS, ids=str)
 def test_a_rollout_is_scored_over_the_tokens_that_are_left(cuts, trainer, monkeypatch):
     batch = sample_with(trainer, monkeypatch, cuts)
@@ -112,36 +108,16 @@ def test_a_rollout_is_scored_over_the_tokens_that_are_left(cuts, trainer, monkey
     assert metrics["mismatch/unlisted_mass"] == [pytest.approx(0.0, abs=1e-3)]
 
 
-def test_the_gradient_is_that_of_brute_force(trainer, monkeypatch):
-    batch = sample_with(trainer, monkeypatch, {"top_p": 0.8})
-    batch["advantages"] = torch.linspace(-1, 1, len(ROWS))
-    weights = torch.rand(batch["completion_ids"].shape)
-    learned = batch["completion_mask"].bool()
-
-    def by_trainer():
-        return losses.logps_of(trainer, batch)
-
-    with torch.no_grad():
-        whole = by_trainer()  # outside of a loss, nobody knows the lists
-    listed = ListedTokens(batch["listed_ids"], batch["listed_log_mass"])
-    with renormalized(trainer, trainer.model, listed):
-        ours = by_trainer()
-    theirs = brute_force(trainer, batch) + batch["listed_log_mass"]
-    assert (ours - whole).abs()[learned].max() > 0.1
-    torch.testing.assert_close(ours[learned], theirs[learned], rtol=0, atol=1e-5)
-    of_ours = gradients(trainer, (weights * ours)[learned].sum())
-    assert_close(of_ours, gradients(trainer, (weights * theirs)[learned].sum()), 1e-3, 1e-5)
-
-
 # RLOO scores in advance, and its loss is of whole completions.
+@in_an_engine
 @pytest.mark.parametrize("trainer", [QuRLGRPOTrainer], indirect=True)
-def test_a_loss_that_scores_its_own_rollout_follows_the_cuts(trainer, monkeypatch):
+def test_the_gradient_is_that_of_brute_force(trainer, monkeypatch):
     """With one update per rollout, and with several: the gradient of both is that of brute force."""
     monkeypatch.setattr(trainer.args, "objective", "naive")
     monkeypatch.setattr(trainer, "beta", 0.0)
     rollout = sample_with(trainer, monkeypatch, {"top_k": 5})
     rows = torch.tensor([9, 2, 14, 5])  # as TRL shuffles a rollout, and cuts it into micro-batches
-    batch = {name: part[rows] if part.dim() else part for name, part in rollout.items()}
+    batch = losses.micro_batch(rollout, rows)
     batch["advantages"] = torch.linspace(-1, 1, len(rows))
     trainer.loss_type = "bnpo"
     learned = batch["completion_mask"].bool()
@@ -168,16 +144,17 @@ def test_lists_as_the_engine_returns_them():
     value for the sampled one, a shorter completion, and what is left of the mass.
     """
     half, tenth, none = math.log(0.5), math.log(0.1), -math.inf
-    flat = FlatLogprobs()
-    for ids, logps in (
+    whole = [
         ([7, 3, 4], [tenth, half, none]),
         ([4, 4, 5], [half, half, half]),
         ([8, 8, 9], [half, half, none]),
-    ):
-        flat.append_fast(ids, logps, itertools.repeat(1), itertools.repeat(None))
-    shorter = FlatLogprobs()
-    shorter.append_fast([7, 3], [math.nan, half], itertools.repeat(1), itertools.repeat(None))
-    outputs = [SimpleNamespace(logprobs=each) for each in (flat, shorter, FlatLogprobs())]
+    ]
+    outputs = []
+    for lists in (whole, [([7, 3], [math.nan, half])], []):
+        flat = FlatLogprobs()
+        for ids, logps in lists:
+            flat.append_fast(ids, logps, itertools.repeat(1), itertools.repeat(None))
+        outputs.append(SimpleNamespace(logprobs=flat))
     listings, _ = read_outputs([SimpleNamespace(outputs=outputs)])
     listed = list_tokens(listings, length=4, device=torch.device("cpu"))
     nothing = [-1, -1, -1]
@@ -210,6 +187,7 @@ def test_lists_as_a_server_sorts_them():
     assert [each.ids.tolist() for each in read_lists(lists, 0)] == [[[3], [9]], []]
 
 
+@in_an_engine
 def test_tokens_beyond_the_list_have_the_actors_share(trainer, monkeypatch):
     """Where more are left than the engine lists."""
     monkeypatch.setattr(trainer.vllm_generation, "logprobs", 3)
@@ -222,6 +200,7 @@ def test_tokens_beyond_the_list_have_the_actors_share(trainer, monkeypatch):
     assert trainer._metrics["train"]["mismatch/ratio_mean"] == [pytest.approx(1.0, abs=0.1)]
 
 
+@in_an_engine
 @needs_vnni
 def test_a_proof_follows_the_lists(trainer, monkeypatch):
     sample_with(trainer, monkeypatch, {"top_p": 0.9})
@@ -268,13 +247,7 @@ class AnotherTerm(QuRLGRPOTrainer):
         return loss + 0.1 * self.scored.mean()
 
 
-class OwnPass(QuRLGRPOTrainer):
-    """A forward pass without a call of the parent."""
-
-    def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
-        return GRPOTrainer._get_per_token_logps_and_entropies(self, model, *args, **kwargs)
-
-
+@in_an_engine
 @pytest.mark.parametrize("trainer", [QuRLGRPOTrainer], indirect=True)
 def test_a_loss_of_a_subclass_follows_and_a_pass_is_warned_of(trainer, monkeypatch):
     monkeypatch.setattr(trainer, "__class__", OwnLoss)
@@ -290,13 +263,14 @@ def test_a_loss_of_a_subclass_follows_and_a_pass_is_warned_of(trainer, monkeypat
     without = {name: part for name, part in batch.items() if not name.startswith("listed_")}
     trainer.compute_loss(trainer.model, without)  # of a checkpoint from before there were lists
     assert (trainer.scored - batch["old_per_token_logps"])[learned].abs().max() > 0.1
-    monkeypatch.setattr(trainer, "__class__", OwnPass)
+    monkeypatch.setattr(trainer, "__class__", losses.OwnPass)
     with pytest.warns(UserWarning, match="top_p=0.9: .*because OwnPass computes them itself"):
         assert trainer._count_listed() == 0
     monkeypatch.setattr(trainer, "__class__", QuRLGRPOTrainer)
     assert trainer._count_listed() == MOST_LISTED
 
 
+@in_an_engine
 def test_adapters_are_followed_and_a_pass_around_the_head_is_not_silent(trainer, monkeypatch):
     batch = sample_with(trainer, monkeypatch, {"top_k": 5})
     listed = ListedTokens(batch["listed_ids"], batch["listed_log_mass"])
@@ -327,7 +301,7 @@ def trainer_with(model=None, zero_stage=None, sampling=None, **attributes):
         args=SimpleNamespace(**config | (sampling or {"top_k": 20})),
         accelerator=SimpleNamespace(state=state),
         model=model or tiny_model(),
-        **ABSENT | attributes,
+        **{"tools": [], "rollout_func": None, "environment_factories": None} | attributes,
     )
 
 
@@ -357,14 +331,13 @@ def test_how_many_tokens_are_listed(sampling, count, recwarn):
         ({"environment_factories": {None: vowels}}, "environment_factories may put"),
         ({"zero_stage": 3}, "ZeRO-3 splits the head"),
         ({"sampling": {"top_k": 20, "torch_compile": True}}, "tried it with torch_compile"),
-        ({"model": SimpleNamespace(config=tiny_model().config)}, None),
+        ({"model": tiny_model()}, "the model has final_logit_softcapping"),
     ],
     ids=lambda given: str(given)[:30],
 )
 def test_what_cannot_be_followed_is_warned_of(given, reason):
-    if reason is None:
+    if "model" in given:
         given["model"].config.final_logit_softcapping = 30.0
-        reason = "the model has final_logit_softcapping"
     with pytest.warns(
         UserWarning, match=rf"^top_k=20: .*{reason}.*too small.*Set top_k=0"
     ) as found:

@@ -11,20 +11,17 @@ from support.losses import (
     CAP,
     EPSILON_HIGH,
     EPSILON_LOW,
-    ROWS,
     assert_close,
     assert_equal,
-    give_invalid_logps,
     gradients,
     logps_of,
     our_loss,
     vowels,
 )
-from tiny import save_tiny
+from tiny import tiny_model, tiny_tokenizer
 from trl import RLOOTrainer
 
 from trl_qurl import QuRLRLOOTrainer
-from trl_qurl.rollout.mismatch import mismatch_metrics, mismatch_sums
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("trainer")]
 
@@ -33,15 +30,9 @@ B, T = 6, 6
 
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory):
-    """With a reference model, whose forward pass must not be taken for the policy's."""
-    start = save_tiny(tmp_path_factory.mktemp("start"))
-    trainer = losses.build(
-        QuRLRLOOTrainer, tmp_path_factory.mktemp("out"), str(start), vowels, beta=0.1
-    )
-    with torch.no_grad():
-        for parameter in trainer.ref_model.parameters():
-            parameter.mul_(1.05)
-    return trainer
+    directory = tmp_path_factory.mktemp("out")
+    given = (tiny_model(), vowels, None, tiny_tokenizer())
+    return losses.build(QuRLRLOOTrainer, directory, *given, beta=0.0)
 
 
 @pytest.fixture
@@ -58,12 +49,8 @@ def batch(trainer):
     # clipped), above (not)
     log_ratio = torch.tensor([0.1, -0.1, 0.4, -0.5, -0.4, 0.5])
     proximal_logps = policy_logps - (log_ratio / lengths).unsqueeze(1)
-    behavior_logps = proximal_logps - torch.randn(B, T)
-    behavior_logps[0, 3] = torch.nan
-    behavior_logps[batch["completion_mask"] == 0] = 1000.0  # whatever it is padded with
     batch["old_logps"] = (proximal_logps * batch["completion_mask"]).sum(1)
-    batch["old_per_token_logps"] = proximal_logps
-    batch["sampling_per_token_logps"] = behavior_logps
+    losses.score(batch, proximal_logps, torch.randn(B, T))
     return batch
 
 
@@ -136,35 +123,3 @@ def test_without_a_correction_or_a_mismatch_loss_and_gradient_are_trls(
     ours = our_loss(trainer, batch)
     assert ours.item() == theirs.item()
     assert_equal(gradients(trainer, ours), gradients(trainer, theirs))
-
-
-def test_a_rollout_is_scored_by_the_policy_and_measured_against_the_engine(trainer):
-    trainer._metrics["train"].clear()
-    batch = trainer._generate_and_score_completions(ROWS)
-    mask = batch["completion_mask"].bool()
-    proximal_logps = batch["old_per_token_logps"]
-    with torch.no_grad():
-        policy_logps = logps_of(trainer, batch)
-    # Scoring passes over other rows at once, and so rounds otherwise; the reference model is far
-    # off.
-    torch.testing.assert_close(proximal_logps[mask], policy_logps[mask], rtol=0, atol=1e-4)
-    sampled = torch.cat([logps for logps, _ in trainer.vllm_generation.samples.listings])
-    behavior_logps = batch["sampling_per_token_logps"]
-    torch.testing.assert_close(behavior_logps[mask], sampled.squeeze(1), rtol=0, atol=0)
-    sums, largest = mismatch_sums(proximal_logps, behavior_logps, mask, CAP)
-    logged = {name: values[-1] for name, values in trainer._metrics["train"].items()}
-    for name, value in mismatch_metrics(sums, largest.item()).items():
-        assert logged[name] == pytest.approx(value, rel=2e-2, abs=1e-9), name
-    assert 0 < logged["mismatch/kl_k3"] < 1e-3
-
-
-def test_tokens_without_a_log_probability_are_left_out_or_an_error(trainer, monkeypatch):
-    with monkeypatch.context() as patch:
-        give_invalid_logps(trainer, patch, -math.inf, count=1)
-        batch = trainer._generate_and_score_completions(ROWS)
-    inputs = trainer._objective_inputs(batch, batch["old_per_token_logps"])
-    weights = inputs["importance_sampling_ratio"]
-    assert weights[0, 0] == 1 and weights.isfinite().all()
-    give_invalid_logps(trainer, monkeypatch, math.nan)
-    with pytest.raises(RuntimeError, match=r"for 100\.0% of this rollout's tokens"):
-        trainer._generate_and_score_completions(ROWS)

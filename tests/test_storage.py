@@ -106,8 +106,9 @@ def end(process, number):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_process_that_is_asked_to_end_leaves_nothing(number, tmp_path):
-    end(writing(tmp_path / "final"), number)
-    assert not os.listdir(tmp_path)
+    process = writing(tmp_path / "final")
+    end(process, number)
+    assert process.exitcode == 128 + number and not os.listdir(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["final", "final[1]"])

@@ -20,7 +20,7 @@ from conftest import free_port, needs_avx512
 from peft import LoraConfig, get_peft_model
 from support.fake_server import FakeServer, NoStream
 from support.training import MOVED, SAME
-from tiny import WHOLE_BLOCKS, layers_of, rollout_settings, stream_of, tiny_mixture, tiny_model
+from tiny import WHOLE_BLOCKS, rollout_settings, stream_of, tiny_mixture, tiny_model
 from vllm.utils.network_utils import get_ip
 
 from trl_qurl.quantization import SCHEMES, make_plan, write_checkpoint
@@ -70,18 +70,6 @@ def send(client, model, version="v1", digest=False):
 # --------------------------------------------------------------------------------------------------
 
 
-@formats
-def test_what_is_announced_is_what_comes_in_the_engines_dtype(scheme):
-    model = tiny_model()
-    layers = layers_of(model) if scheme else ()
-    sent = dict(stream(model, scheme, torch.bfloat16))
-    assert announced(model, scheme, torch.bfloat16) == described(sent.items())
-    for name, as_it_is in stream(model, scheme):
-        is_kept = name.removesuffix("_scale").removesuffix(".weight") in layers
-        expected = as_it_is if is_kept else as_it_is.to(torch.bfloat16)
-        assert sent[name].dtype == expected.dtype and torch.equal(sent[name], expected)
-
-
 def test_vectors_that_an_engine_holds_in_float32_are_not_cast():
     model = tiny_mixture("glm4_moe")
     weights = stream_of(model, INT8)
@@ -121,13 +109,7 @@ def test_tensors_arrive_in_order_and_bit_for_bit(scheme, client, server):
     assert server.worker.reloads == 1
     assert len(server.worker.rollout_digests) == len(metadata)
     client.compare_digests(sent.digests)
-    expected = dict(stream(model, scheme))
-    loaded = server.worker.model.loaded
-    assert list(loaded) == list(expected)
-    for name, tensor in loaded.items():
-        assert tensor.dtype == expected[name].dtype
-        bits = expected[name].contiguous().view(torch.uint8)
-        assert torch.equal(tensor.view(torch.uint8), bits), name
+    assert described(server.worker.model.loaded.items()) == metadata
     assert client.version() == "v1"
     client.load_stream(stream(model, scheme), WeightUpdate("v2", False, metadata))
     assert client.version() == "v2" and server.worker.rollout_digests == {}
@@ -310,39 +292,26 @@ def killed(client, tensor, src):
     raise RuntimeError("killed")
 
 
-def test_a_stream_waits_until_its_old_port_is_free(unopened):
-    client = unopened
-    client.open_stream(CUDA)
-    client.close_communicator()
-    # what is left of the group that was lost
-    late = socket.create_server((get_ip(), client.group_port))
-    threading.Timer(1.0, late.close).start()
-    client.reconnect(5.0)
-    send(client, tiny_model())
-    assert client.version() == "v1"
-
-
 def test_a_server_that_hangs_while_a_stream_opens_ends_the_run_in_time(unopened, server):
     times_out(server, "/init_weight_transfer_engine", 0.3)
-    started = time.monotonic()
     with pytest.raises(ServerLostError, match="weight_sync=.* did not answer /init_weight"):
         unopened.open_stream(CUDA)
-    assert time.monotonic() - started < 3, "it waited for workers that will not come"
     # If nobody joins its group, vLLM closes a descriptor that is another file's by then
     # (`create_tcp_store`).
     torch.distributed.TCPStore(get_ip(), unopened.group_port, 2, is_master=False, use_libuv=False)
 
 
 def test_workers_are_not_sent_to_the_group_of_another_run(unopened, server):
-    port = unopened.group_port
-    others = torch.distributed.TCPStore(
-        "127.0.0.1", port, is_master=True, wait_for_workers=False, use_libuv=False
-    )
-    with pytest.raises(ServerLostError, match=rf"port {port} of \S+: vllm_group_port.*in use"):
+    late = socket.create_server((get_ip(), unopened.group_port))
+    port = rf"port {unopened.group_port} of"
+    with pytest.raises(ServerLostError, match=rf"{port} \S+: vllm_group_port.*in use"):
         unopened.open_stream(CUDA)
-    del others
     assert "/init_weight_transfer_engine" not in server.asked
-    unopened.open_stream(CUDA)  # nothing is left of the attempt
+    # A run that recovers waits for its port.
+    threading.Timer(1.0, late.close).start()
+    unopened.reconnect(5.0)
+    send(unopened, tiny_model())
+    assert unopened.version() == "v1"
 
 
 def test_tensors_are_made_here_finished_before_they_are_sent_and_kept_until_they_are(
@@ -441,8 +410,6 @@ def test_what_a_server_quantizes_is_compared_by_its_checkpoint(scheme, tmp_path)
     found = first(model, HEAD, formats=mixed)
     assert found.startswith(f"0.self_attn.o_proj.weight_scale ({other}, shape [128, 1] here and")
     assert "layers.1" not in found and f"and {name}, shape" in found
-    deeper = tiny_model(num_hidden_layers=3, **WHOLE_BLOCKS)
-    assert first(deeper, HEAD, SECOND_DOWN).startswith("2.mlp.down_proj.weight_scale")
 
 
 def sync_to(client, policy, interval, dtype=None):
@@ -466,16 +433,11 @@ def test_every_stream_is_proven_until_a_gpu_has_shown_that_it_need_not_be(
         sync.needs_proof = False
 
 
-def test_a_sync_without_memory_says_what_to_set(monkeypatch):
-    policy = tiny_model()
-    settings = rollout_settings(INT8, sync_check_interval=0)
-    route = StreamRoute(policy, stream_of(policy, INT8), APART)
-    sync = WeightSync(route, settings, RolloutCost(), lambda: 0)
-
-    def send(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    monkeypatch.setattr(route, "send", send)
+def test_a_sync_without_memory_says_what_to_set(client, monkeypatch):
+    sync = sync_to(client, tiny_model(), 0)
+    sync.route.group = APART  # as of an engine in this process
+    full = torch.OutOfMemoryError("CUDA out of memory.")
+    monkeypatch.setattr(sync.route, "send", MagicMock(side_effect=full))
     with pytest.raises(torch.OutOfMemoryError) as caught:
         sync.push()
     assert "vllm_gpu_memory_utilization" in caught.value.__notes__[0]
@@ -514,17 +476,20 @@ def test_a_worker_says_how_its_model_is_quantized(client, server):
         ("auto", CPU, None, False, "checkpoint", "'cpu'"),
         ("llmcompressor", CUDA, None, False, "llmcompressor", "weight_sync='llmcompressor'"),
         ("stream", CUDA, None, True, "stream", "weight_sync='stream'"),
+        ("stream", CPU, None, False, None, None),
+        ("stream", CUDA, "a reason", False, None, None),
     ],
 )
 def test_how_weights_travel(requested, device, obstacle, is_sharded, route, reason):
-    chosen, why = choose_route(requested, device, obstacle, is_sharded)
-    assert chosen == route and reason in why
-
-
-@pytest.mark.parametrize(("device", "obstacle"), [(CPU, None), (CUDA, "a reason")])
-def test_a_stream_that_cannot_be_is_refused(device, obstacle):
-    with pytest.raises(ValueError, match=r"weight_sync='stream' .* set weight_sync='checkpoint'"):
-        choose_route("stream", device, obstacle, is_sharded=False)
+    given = (requested, device, obstacle, is_sharded)
+    if route is None:
+        with pytest.raises(
+            ValueError, match="weight_sync='stream' .* set weight_sync='checkpoint'"
+        ):
+            choose_route(*given)
+    else:
+        chosen, why = choose_route(*given)
+        assert chosen == route and reason in why
 
 
 @pytest.mark.parametrize("cleared", [True, False])
@@ -548,14 +513,12 @@ def test_stream_to_a_server(dtype, adapter, head, client, server):
         scale_model_(policy, 1.5)
     sync = sync_to(client, policy, 1, str(dtype).removeprefix("torch."))
     sync.push()
-    assert sync.version.endswith("-sync1")
-    before = dict(server.worker.model.loaded)
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.add_(0.1 * parameter.std() * torch.randn_like(parameter))
     sync.push()
     assert sync.version.endswith("-sync2")
-    assert ("lm_head.weight" in before) == (head == "untied")
-    assert before["model.embed_tokens.weight"].dtype == dtype
-    layer = "model.layers.0.mlp.up_proj.weight"
-    assert not torch.equal(before[layer], server.worker.model.loaded[layer])
+    loaded = server.worker.model.loaded  # its digests are the trainer's
+    assert ("lm_head.weight" in loaded) == (head == "untied")
+    assert loaded["model.embed_tokens.weight"].dtype == dtype
+    assert loaded["model.layers.0.mlp.up_proj.weight_scale"].dtype == torch.float32

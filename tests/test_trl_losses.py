@@ -28,8 +28,6 @@ RUNS = {
         "vespo_lambda_neg": 1.5,
         "max_steps": 2,
     },
-    "CISPO, no objective named": {"loss_type": "cispo", "steps_per_generation": 1, "max_steps": 2},
-    "GSPO, no cap": {"objective": "decoupled", "importance_sampling_level": "sequence"},
 }
 
 

@@ -13,7 +13,7 @@ from trl_qurl.quantization.plan import make_plan
 from trl_qurl.quantization.stream import WeightStream
 
 
-def watched(stream: WeightStream) -> UpdateSizeCallback:
+def watched(stream):
     """A callback that watches a stream, as in a trainer."""
     callback = UpdateSizeCallback()
     callback.trainer = SimpleNamespace(
@@ -27,7 +27,7 @@ def watched(stream: WeightStream) -> UpdateSizeCallback:
     return callback
 
 
-def sync(callback, model, step: int) -> dict[str, float]:
+def sync(callback, model, step):
     callback.trainer.state.global_step = step
     callback.recorded.clear()
     for _ in callback.trainer.vllm_generation.weights.tensors(model_parameters(model)):
@@ -35,12 +35,12 @@ def sync(callback, model, step: int) -> dict[str, float]:
     return dict(callback.recorded)
 
 
-def query_weights(model) -> list[torch.Tensor]:
+def query_weights(model):
     layers = model.model.layers
     return [layer.self_attn.q_proj.weight.detach().clone() for layer in layers]
 
 
-def relative(before: list[torch.Tensor], after: list[torch.Tensor]) -> float:
+def relative(before, after):
     change = torch.cat(after) - torch.cat(before)
     return (change.square().sum() / torch.cat(before).square().sum()).item()
 
@@ -66,6 +66,7 @@ def test_a_sample_of_rows_measures_what_the_paper_does(name):
     assert sizes["weights/update/q_proj"] == pytest.approx(relative(before, after), rel=0.1)
     assert sizes["weights/rounding/q_proj"] == pytest.approx(relative(after, rounded), rel=0.2)
     assert sizes["weights/update/k_proj"] == 0
+    assert sync(stream, model, step=0)  # another training with the same trainer
 
 
 def test_other_smoothing_scales_are_no_update():
@@ -79,16 +80,3 @@ def test_other_smoothing_scales_are_no_update():
     assert second["weights/update/q_proj"] == 0
     assert second["weights/rounding/q_proj"] != first["weights/rounding/q_proj"]
     assert second["weights/rounding/o_proj"] == first["weights/rounding/o_proj"]
-
-
-def test_a_sync_that_failed_is_measured_again():
-    model = tiny_model("llama")
-    weights = WeightStream(model, make_plan(model, "int8"))
-    stream = watched(weights)
-    sync(stream, model, step=0)
-    with torch.no_grad():
-        model.model.layers[0].self_attn.q_proj.weight.mul_(2)
-    stream.trainer.state.global_step = STEPS
-    next(iter(weights.tensors(model_parameters(model))))  # the server is lost
-    assert sync(stream, model, step=STEPS)["weights/update/q_proj"] > 0
-    assert sync(stream, model, step=0)  # another training with the same trainer

@@ -4,7 +4,6 @@ import re
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from support.building import build as build_trainer
 from support.building import start_no_engine
 from tiny import FAMILIES, VOCABULARY, save_tiny, tiny_classifier, tiny_model, tiny_tokenizer
@@ -33,42 +32,17 @@ def test_critic_starts_from_a_causal_models_backbone_with_a_zero_head(tmp_path, 
         assert torch.equal(weight, critic.base_model.state_dict()[name]), name
 
 
-def test_a_critic_has_no_dropout(tmp_path):
-    critic = build(save_tiny(tmp_path)).train()
-    torch.nn.init.normal_(critic.score.weight)
-    assert torch.equal(critic(IDS).logits, critic(IDS).logits)
-
-
 def test_critic_starts_from_a_reward_model_with_its_head(tmp_path):
     reward_model = tiny_classifier(AutoModelForSequenceClassification)
     critic = build(save_tiny(tmp_path, model=reward_model))
     assert torch.equal(critic.score.weight, reward_model.score.weight)
 
 
-def test_critic_starts_from_a_saved_critic(tmp_path):
-    critic = build(save_tiny(tmp_path / "policy", hidden_size=64, num_hidden_layers=1))
+def test_critic_starts_from_a_saved_critic_and_has_no_dropout(tmp_path):
+    critic = build(save_tiny(tmp_path / "policy", hidden_size=64, num_hidden_layers=1)).train()
     torch.nn.init.normal_(critic.score.weight)
     again = build(save_tiny(tmp_path / "critic", model=critic))
     assert torch.equal(again(IDS).logits, critic(IDS).logits)
-
-
-def test_critic_from_memory_is_used_as_it_is():
-    assert build(critic := tiny_classifier()) is critic
-
-
-def test_a_critic_with_an_adapter_trains_it_and_the_head(tmp_path):
-    adapter = LoraConfig(r=2, target_modules=["q_proj"], task_type="TOKEN_CLS")
-    critic = build(get_peft_model(tiny_classifier(), adapter))
-    trained = {name for name, parameter in critic.named_parameters() if parameter.requires_grad}
-    assert all("lora_" in name or "modules_to_save" in name for name in trained)
-    assert any("score.modules_to_save" in name for name in trained)
-
-
-def other_tokenizer():
-    """The same size, with two tokens exchanged."""
-    tokens = list(VOCABULARY)
-    tokens[40], tokens[41] = tokens[41], tokens[40]
-    return tiny_tokenizer(tokens)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +71,9 @@ def no_engine(monkeypatch):
 
 def test_another_tokenizer_is_refused_before_an_engine_starts(tmp_path):
     policy = str(save_tiny(tmp_path / "policy"))
-    critic = str(save_tiny(tmp_path / "critic", tokenizer=other_tokenizer()))
+    # The same size, with two tokens exchanged.
+    exchanged = [*VOCABULARY[:40], VOCABULARY[41], VOCABULARY[40], *VOCABULARY[42:]]
+    critic = str(save_tiny(tmp_path / "critic", tokenizer=tiny_tokenizer(exchanged)))
     given = {"model": policy, "processing_class": None}
     with pytest.raises(ValueError, match=f"{critic} has another tokenizer than the policy"):
         build_trainer(QuRLPPOTrainer, tmp_path, value_model=critic, **given)

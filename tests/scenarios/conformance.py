@@ -48,10 +48,7 @@ def rewards(out):
         asked.update(prompt=prompts[0], completion=completions[0], step=trainer_state.global_step)
         log_extra("expected", list(answer))
         log_metric("answers", float(len(answer)))
-        return [
-            0.5 * (expected in said[0]["content"])
-            for said, expected in zip(completions, answer, strict=True)
-        ]
+        return contained(completions, answer)
 
     def sometimes(completions, **kwargs):
         return [None if i % 2 else letters([c[0]["content"]])[0] for i, c in enumerate(completions)]
@@ -138,11 +135,15 @@ def sampling(out):
     return seen(trainer) | {"said": said}
 
 
-async def right(completions, answer, **kwargs):
+def contained(completions, answer):
     return [
         float(expected in said[0]["content"])
         for said, expected in zip(completions, answer, strict=True)
     ]
+
+
+async def right(completions, answer, **kwargs):
+    return contained(completions, answer)
 
 
 def length(completions, **kwargs):

@@ -12,7 +12,7 @@ from trl_qurl.trainers.dynamic_sampling import PromptStream
 GROUPS, GROUP_SIZE, ROLLOUTS = 4, 3, 8
 
 
-def main() -> None:
+def main():
     accelerator = Accelerator(cpu=True)
     policy = MadeUpPolicy(accelerator, GROUP_SIZE, PromptStream(ROWS, seed=1))
     rollouts = []

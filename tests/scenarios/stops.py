@@ -5,7 +5,6 @@ each case.
 import argparse
 import logging
 from pathlib import Path
-from typing import Any
 
 import torch
 from child import Heard, run_all
@@ -24,7 +23,7 @@ EVERY_SECOND = {
 NOT_REPEATED = ("time/", "step_time", "throughput/", "train_", "weights/")
 
 
-def build(out: Path, kind: str, model: Any, settings: dict[str, Any], **given: Any) -> Any:
+def build(out, kind, model, settings, **given):
     trainer_kind, config_kind = KINDS[kind]
     given = {"train_dataset": texts(), "processing_class": tiny_tokenizer()} | given
     config = config_kind(str(out), **BASE | EVERY_SECOND | {"learning_rate": 1e-2} | settings)
@@ -33,25 +32,25 @@ def build(out: Path, kind: str, model: Any, settings: dict[str, Any], **given: A
     return trainer
 
 
-def rows(trainer: Any) -> list[dict[str, float]]:
+def rows(trainer):
     """The rows of updates, without seconds."""
     logged = [row for row in trainer.state.log_history if "loss" in row]
     return [{k: v for k, v in row.items() if not k.startswith(NOT_REPEATED)} for row in logged]
 
 
 def whole_and_resumed(
-    out: Path,
-    kind: str,
-    make: Any,
-    settings: dict[str, Any],
-    make_critic: Any = None,
-    **given: Any,
-) -> dict[str, Any]:
+    out,
+    kind,
+    make,
+    settings,
+    make_critic=None,
+    **given,
+):
     """The last two updates of a run, and the same after a new
     trainer has resumed from the second.
     """
 
-    def build_here(name: str) -> Any:
+    def build_here(name):
         critic = {"value_model": make_critic()} if make_critic else {}
         return build(out / name, kind, make(), settings, **given, **critic)
 
@@ -63,11 +62,11 @@ def whole_and_resumed(
     return {"whole": rows(whole)[2:], "resumed": rows(resumed)[-2:], "adapters": adapters}
 
 
-def adapter(**settings: Any) -> LoraConfig:
+def adapter(**settings):
     return LoraConfig(r=4, target_modules=["q_proj", "up_proj"], **settings)
 
 
-def own_adapter(out: Path) -> dict[str, Any]:
+def own_adapter(out):
     """A run that continues an adapter, with a KL penalty: TRL keeps the initial one as the
     reference, `ref`.
     """
@@ -76,18 +75,18 @@ def own_adapter(out: Path) -> dict[str, Any]:
     base = AutoModelForCausalLM.from_pretrained(directory)
     get_peft_model(base, adapter(init_lora_weights=False)).save_pretrained(out / "adapter")
 
-    def make() -> PeftModel:
+    def make():
         base = AutoModelForCausalLM.from_pretrained(directory)
         return PeftModel.from_pretrained(base, out / "adapter", is_trainable=True)
 
     return whole_and_resumed(out, "GRPO", make, {"beta": 0.5})
 
 
-def two_adapters(out: Path) -> dict[str, Any]:
+def two_adapters(out):
     """PPO with an adapter of the policy and one of the critic."""
     directory = saved(out)
 
-    def critic() -> PeftModel:
+    def critic():
         torch.manual_seed(0)  # of the head and the adapter
         model = AutoModelForTokenClassification.from_pretrained(directory, num_labels=1)
         return get_peft_model(model, adapter(task_type="TOKEN_CLS"))
@@ -96,7 +95,7 @@ def two_adapters(out: Path) -> dict[str, Any]:
     return whole_and_resumed(out, "PPO", lambda: directory, settings, critic, peft_config=adapter())
 
 
-def experts(out: Path) -> dict[str, Any]:
+def experts(out):
     """A mixture of experts, whose checkpoint has a tensor for each expert, and the model one for
     all.
     """
@@ -104,7 +103,7 @@ def experts(out: Path) -> dict[str, Any]:
     return whole_and_resumed(out, "GRPO", lambda: tiny_mixture("qwen3_moe"), settings)
 
 
-def moving_reference(out: Path) -> dict[str, Any]:
+def moving_reference(out):
     """A reference model that follows the policy."""
     directory = saved(out)
     settings = {
@@ -116,35 +115,27 @@ def moving_reference(out: Path) -> dict[str, Any]:
     return whole_and_resumed(out, "GRPO", lambda: directory, settings)
 
 
-def only_models(out: Path) -> dict[str, Any]:
+def only_models(out):
     """PPO from a checkpoint without optimizers."""
-
-    class NoteCritic(TrainerCallback):
-        begun: dict[str, torch.Tensor] | None = None
-        trainer: Any = None
-
-        def on_step_begin(self, args, state, control, **kwargs):
-            if self.begun is None:
-                critic = self.trainer.accelerator.unwrap_model(self.trainer.critic.model)
-                self.begun = {name: p.detach().clone() for name, p in critic.named_parameters()}
 
     model = saved(out)
     settings = {"num_generations": 1, "save_only_model": True}
     build(out / "whole", "PPO", model, settings).train()
-    note = NoteCritic()
-    note.trainer = build(out / "resumed", "PPO", model, settings, callbacks=[note])
+    still = {"learning_rate": 0.0, "critic_learning_rate": 1e-30}  # 0 is refused
+    resumed = build(out / "resumed", "PPO", model, settings | still)
     heard = Heard()
     logging.getLogger("trl_qurl").addHandler(heard)
     checkpoint = out / "whole" / "checkpoint-2"
-    note.trainer.train(resume_from_checkpoint=str(checkpoint))
+    resumed.train(resume_from_checkpoint=str(checkpoint))
     stored = load_file(checkpoint / "critic" / "model.safetensors")
+    critic = resumed.accelerator.unwrap_model(resumed.critic.model).state_dict()
     return {
         "said": [text for text in heard.said if "scheduler.pt" in text],
-        "critic_is_loaded": all(torch.equal(stored[name], note.begun[name]) for name in stored),
+        "critic_is_loaded": all(torch.equal(stored[name], critic[name]) for name in stored),
     }
 
 
-def best(out: Path) -> dict[str, Any]:
+def best(out):
     """PPO that loads the best of its checkpoints at the end, and saves it."""
     settings = {
         "num_generations": 1,
@@ -166,24 +157,22 @@ def best(out: Path) -> dict[str, Any]:
     )
     trainer.train()
     trainer.save_model(str(out / "final"))
-    files = {name: out / "run" / name for name in ("checkpoint-1", "checkpoint-3")} | {
-        "final": out / "final"
-    }
-    weights = {
-        name: [load_file(path / part / "model.safetensors") for part in (".", "critic")]
-        for name, path in files.items()
-    }
 
-    def same(name: str, part: int) -> bool:
-        final = weights["final"][part]
-        return all(torch.equal(tensor, final[key]) for key, tensor in weights[name][part].items())
+    def weights(name):
+        return [load_file(out / name / part / "model.safetensors") for part in (".", "critic")]
 
-    return {
-        name: [same(name, part) for part in (0, 1)] for name in ("checkpoint-1", "checkpoint-3")
-    }
+    final = weights("final")
+    record = {}
+    for name in ("checkpoint-1", "checkpoint-3"):
+        pairs = zip(weights(f"run/{name}"), final, strict=True)
+        record[name] = [
+            all(torch.equal(tensor, last[key]) for key, tensor in saved.items())
+            for saved, last in pairs
+        ]
+    return record
 
 
-def interrupted(out: Path) -> dict[str, Any]:
+def interrupted(out):
     """Ctrl-C inside the second rollout, and `train()` again, as a cell of a notebook."""
 
     class Interrupt(TrainerCallback):
@@ -205,7 +194,7 @@ def interrupted(out: Path) -> dict[str, Any]:
     not_logged = []
     generate = trainer._generate_and_score_completions
 
-    def generate_and_note(inputs: Any) -> Any:
+    def generate_and_note(inputs):
         begun.append(trainer._step)
         not_logged.append(len(trainer._metrics["train"]["reward"]))
         return generate(inputs)
@@ -230,7 +219,7 @@ CASES = (experts, own_adapter, two_adapters, moving_reference, only_models, best
 
 if __name__ == "__main__":
 
-    def run(arguments: list[str]) -> dict[str, Any]:
+    def run(arguments):
         parser = argparse.ArgumentParser()
         parser.add_argument("out", type=Path)
         out = parser.parse_args(arguments).out

@@ -280,9 +280,7 @@ def run(options):
         trainer.save_model()
     engine = generation.sync.route.engine
     if engine is not None:
-        description = engine.describe()
-        record["engine_dtype"] = description.dtype
-        record["runner"] = description.runner
+        record["runner"] = engine.describe().runner
     record["held"] = sum(
         (p.to_local() if isinstance(p, DTensor) else p).numel() for p in trainer.model.parameters()
     )

@@ -3,16 +3,15 @@ gradients.
 """
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-import pytest
 import torch
 from datasets import Dataset
 from tiny import ENGINE
+from trl import GRPOTrainer
+
+from trl_qurl import QuRLGRPOTrainer
 
 SETTINGS = {
     "report_to": [],
@@ -25,21 +24,25 @@ PROMPTS = ["ab", "cd", "ef", "gh"]
 ROWS = [{"prompt": prompt} for prompt in PROMPTS for _ in range(4)]
 CAP, EPSILON_LOW, EPSILON_HIGH = 2.0, 0.2, 0.28
 
-Batch = dict[str, Any]
-Tensors = dict[str, torch.Tensor]
+
+class OwnPass(QuRLGRPOTrainer):
+    """A forward pass without a call of the parent."""
+
+    def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
+        return GRPOTrainer._get_per_token_logps_and_entropies(self, model, *args, **kwargs)
 
 
-def vowels(completions: list[str], **kwargs: Any) -> list[float]:
+def vowels(completions, **kwargs):
     return [sum(completion.count(vowel) for vowel in "aeiou4567") / 8 for completion in completions]
 
 
-def ready(trainer: Any) -> Any:
+def ready(trainer):
     """Return a new trainer, set to train."""
     trainer.model.train()
     return trainer
 
 
-def build(kind: Any, directory: Any, model: Any, reward: Any, *others: Any, **settings: Any) -> Any:
+def build(kind, directory, model, reward, *others, **settings):
     """Return a new GRPO or RLOO trainer of four prompts with four completions each, its arguments
     in TRL's order.
     """
@@ -56,7 +59,7 @@ def build(kind: Any, directory: Any, model: Any, reward: Any, *others: Any, **se
     return ready(kind(model, reward, config, Dataset.from_dict({"prompt": PROMPTS}), *others))
 
 
-def random_batch(lengths: torch.Tensor, longest: int) -> Batch:
+def random_batch(lengths, longest):
     """Prompts of three tokens, and completions of these lengths, padded to the longest."""
     torch.manual_seed(0)
     size = len(lengths)
@@ -68,7 +71,7 @@ def random_batch(lengths: torch.Tensor, longest: int) -> Batch:
     }
 
 
-def logps_of(trainer: Any, inputs: Batch) -> torch.Tensor:
+def logps_of(trainer, inputs):
     input_ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
     mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
     length = inputs["completion_ids"].size(1)
@@ -77,24 +80,41 @@ def logps_of(trainer: Any, inputs: Batch) -> torch.Tensor:
     )[0]
 
 
-def our_loss(trainer: Any, batch: Batch) -> torch.Tensor:
+def micro_batch(batch, rows):
+    """Return these rows of a rollout."""
+    return {name: part[rows] if part.dim() else part for name, part in batch.items()}
+
+
+def score(batch, proximal_logps, log_rho):
+    """Add log-probabilities of the policy and the engine, whose ratio is ρ; one token has none of
+    the engine's.
+    """
+    behavior_logps = proximal_logps - log_rho
+    behavior_logps[0, 3] = torch.nan
+    # Padding holds whatever TRL padded with: its ratio must reach neither loss nor metrics.
+    behavior_logps[batch["completion_mask"] == 0] = 1000.0
+    batch["old_per_token_logps"] = proximal_logps
+    batch["sampling_per_token_logps"] = behavior_logps
+
+
+def our_loss(trainer, batch):
     """The trainer's loss on a batch that was scored at rollout time."""
     return trainer._compute_loss(trainer.model, batch)
 
 
-def gradients(trainer: Any, loss: torch.Tensor) -> Tensors:
+def gradients(trainer, loss):
     trainer.model.zero_grad()
     loss.backward()
     parameters = trainer.model.named_parameters()
     return {name: p.grad.clone() for name, p in parameters if p.grad is not None}
 
 
-def assert_equal(seen: Tensors, expected: Tensors) -> None:
+def assert_equal(seen, expected):
     """All tensors are the same to the last bit."""
     torch.testing.assert_close(seen, expected, rtol=0, atol=0)
 
 
-def assert_close(seen: Tensors, expected: Tensors, rtol: float, atol: float) -> None:
+def assert_close(seen, expected, rtol, atol):
     """All gradients are the same; `atol` is a share of each one's largest value."""
     assert seen.keys() == expected.keys()
     for name, gradient in expected.items():
@@ -102,26 +122,12 @@ def assert_close(seen: Tensors, expected: Tensors, rtol: float, atol: float) -> 
         torch.testing.assert_close(seen[name], gradient, rtol=rtol, atol=atol * largest)
 
 
-@contextmanager
-def evaluating(trainer: Any) -> Iterator[None]:
-    """Evaluate inside the block, without metrics from before."""
-    trainer._metrics["eval"].clear()
-    trainer.model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        trainer.model.train()
-
-
-def give_invalid_logps(
-    trainer: Any, monkeypatch: pytest.MonkeyPatch, value: float, count: int | None = None
-) -> None:
+def give_invalid_logps(trainer, monkeypatch, value, count=None):
     """vLLM's log-probability of the first tokens is no number, or that of all of them."""
     llm = trainer.vllm_generation.llm
     generate = llm.generate
 
-    def broken(*args: Any, **kwargs: Any) -> list:
+    def broken(*args, **kwargs):
         outputs = generate(*args, **kwargs)
         flats = [each.logprobs for output in outputs for each in output.outputs]
         places = [(flat.logprobs, start) for flat in flats for start in flat.start_indices]
