@@ -18,7 +18,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from documents import PAGES, ROOT, SITE, Block, all_blocks, anchors, blocks, inline_code, links
+from documents import PAGES, ROOT, SITE, all_blocks, anchors, blocks, inline_code, links, new_side
 from public_names import public_names
 
 import trl_qurl
@@ -55,11 +55,6 @@ def double(trainer: type) -> type:
     return Double
 
 
-def new_side(diff: Block) -> Block:
-    lines = [line[1:] for line in diff.code.splitlines() if not line.startswith("-")]
-    return diff._replace(code="\n".join(lines))
-
-
 # test_examples.py trains it
 PYTHON = [block for block in all_blocks("python") if block.page.name != "tutorial.md"]
 PYTHON += map(new_side, all_blocks("diff"))
@@ -87,19 +82,6 @@ def test_python_blocks_run(block, names, monkeypatch):
         actual = torch.as_tensor(eval(expression, names))
         expected = torch.tensor(ast.literal_eval(shown))
         torch.testing.assert_close(actual, expected, rtol=2e-3, atol=0, check_dtype=False)
-
-
-@pytest.mark.usefixtures("names")
-def test_the_script_of_from_trl_names_what_a_cpu_needs(monkeypatch):
-    """Unlike the other blocks, it runs without an environment that pretends to have a GPU."""
-    [trains] = [
-        block.code for block in blocks(DOCS / "from-trl.md", "python") if ".train()" in block.code
-    ]
-    code = re.sub(r"# (use_cpu=True,).*", r"\1", trains)
-    assert code != trains
-    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    exec(compile(code, "from-trl.md", "exec"), {})
 
 
 # Names and figures

@@ -5,7 +5,6 @@ refused.
 import json
 
 import pytest
-import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from tiny import (
@@ -14,14 +13,11 @@ from tiny import (
     stream_of,
     tiny_mixture,
     tiny_model,
-    tiny_tokenizer,
-    write_with_llmcompressor,
 )
 
 from trl_qurl import cli
-from trl_qurl.quantization import SCHEMES, make_plan, write_checkpoint
+from trl_qurl.quantization import SCHEMES, make_plan
 from trl_qurl.quantization.checks.kv_cache import has_large_keys
-from trl_qurl.quantization.checks.served import stored_formats
 from trl_qurl.quantization.merging import model_parameters
 from trl_qurl.quantization.plan import read_formats, require_formats
 
@@ -152,28 +148,6 @@ def test_experts_of_a_block_share_a_format():
         make_plan(
             tiny_mixture("mixtral", **WHOLE_BLOCKS), {r"re:.*experts\.1\.": "w8a16", "*": "int8"}
         )
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    "formats", [MIXED, {"re:.*self_attn": "w8a16", "re:.*down_proj": "w4a16"}], ids=["3", "packed"]
-)
-def test_a_mixed_checkpoint_is_that_of_llmcompressor(formats, dtype, tmp_path):
-    pytest.importorskip("llmcompressor", reason="compares with llm-compressor")
-    model = tiny_model("llama", dtype, **WHOLE_BLOCKS)
-    tensors, said = [], []
-    for write in (write_checkpoint, write_with_llmcompressor):
-        path = tmp_path / write.__name__
-        write(model, tiny_tokenizer(), formats, path)
-        tensors.append(load_file(path / "model.safetensors"))
-        config = json.loads((path / "config.json").read_text())["quantization_config"]
-        said.append((config["format"], stored_formats(config, tensors[-1])))
-    assert said[0] == said[1] and len(set(said[0][1].values())) == 2
-    ours, theirs = tensors
-    assert ours.keys() == theirs.keys()
-    for name, tensor in theirs.items():
-        assert ours[name].dtype == tensor.dtype, name
-        assert torch.equal(ours[name].view(torch.uint8), tensor.view(torch.uint8)), name
 
 
 def test_only_layers_in_int8_are_smoothed():
