@@ -7,6 +7,7 @@ import re
 from itertools import compress, pairwise, product
 
 import pytest
+from datasets import Dataset
 from tiny import SHARED
 
 from trl_qurl.lab import data
@@ -16,6 +17,9 @@ from trl_qurl.lab.grading import as_solution
 
 
 def write(path, *rows):
+    if path.suffix == ".parquet":
+        Dataset.from_list(rows).to_parquet(path)
+        return str(path)
     opened = gzip.open if path.suffix == ".gz" else open
     with opened(path, "wt", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
@@ -27,7 +31,7 @@ def content_of(row):
     return row["prompt"][-1]["content"]
 
 
-@pytest.mark.parametrize("name", ["questions.jsonl", "questions.jsonl.gz"])
+@pytest.mark.parametrize("name", ["q.jsonl", "q.jsonl.gz", "q.parquet"])
 def test_rows_become_one_user_message_and_a_text_answer(tmp_path, name):
     rows = [{"question": f"{index} + 1?", "answer": index + 1} for index in range(3)]
     path = write(tmp_path / name, *rows)
@@ -145,14 +149,6 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, name, content, named):
     path = tmp_path / name
     path.write_bytes(content.encode() if isinstance(content, str) else content)
     assert re.search(named, refused(path))
-
-
-def test_parquet_is_read(tmp_path):
-    import datasets
-
-    rows = datasets.Dataset.from_dict({"question": ["1+1", "1+2"], "answer": [["2"], ["3"]]})
-    rows.to_parquet(tmp_path / "q.parquet")
-    assert load_questions(str(tmp_path / "q.parquet"))["solution"][:] == ["$2$", "$3$"]
 
 
 def test_values_are_not_converted(tmp_path):

@@ -169,7 +169,7 @@ UNQUANTIZED = {"rollout_quantization": None}
     [
         # Before there is a history, the limit is that of the format.
         ({}, [], {KL: 0.52, KL_ERROR: 0.0099}, 0.5),
-        ({"rollout_quantization": {"re:.*down_proj": "w4a16", "*": "int8"}}, [], 2.99, None),
+        ({"rollout_quantization": {"re:.*down_proj": "w4a16", "*": "int8"}}, [], 3.01, 3),
         (UNQUANTIZED, [], 0.11, 0.1),
         (UNQUANTIZED | {"vllm_engine_kwargs": {"kv_cache_dtype": "fp8"}}, [], 0.49, None),
         # Five times the largest so far, and at least 0.025.

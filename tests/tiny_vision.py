@@ -11,7 +11,7 @@ import torch
 import transformers
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from tiny import VOCABULARY, tiny_tokenizer
+from tiny import VOCABULARY, move_from_start, tiny_tokenizer
 from transformers import (
     AutoConfig,
     AutoModelForImageTextToText,
@@ -80,10 +80,7 @@ def tiny_vision_model(family: str, seed: int = 0) -> PreTrainedModel:
     """
     torch.manual_seed(seed)
     model = AutoModelForImageTextToText.from_config(VISION_FAMILIES[family][0]())
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias") or "norm" in name:
-                parameter.add_(0.1 * torch.randn_like(parameter))
+    move_from_start(model)
     tower = "vision_tower.vision_model." if family in ("gemma3", "llava_next") else "vision_tower."
     with tempfile.TemporaryDirectory() as directory:
         model.save_pretrained(directory)
