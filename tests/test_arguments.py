@@ -80,23 +80,20 @@ def test_arguments_are_taken_in_trls_order(cls, tmp_path):
     assert theirs.items() <= inspect.signature(cls).parameters.items()
 
 
-def test_a_trainer_prints_what_a_run_will_do(small_context, tmp_path, capsys):
+def test_a_trainer_prints_what_a_run_will_do(built, tmp_path, capsys):
     settings = {"num_generations": 8, "per_device_train_batch_size": 16, "steps_per_generation": 8}
     args = settings_of(QuRLGRPOTrainer, tmp_path, **settings, gradient_accumulation_steps=4)
-    trainer = build(QuRLGRPOTrainer, tmp_path, args=args)
-    for is_first, printed in ((True, PLAN), (False, "")):
+    trainer = built(args=args)
+    for is_first in (False, True):
         trainer.state = TrainerState(max_steps=4, is_world_process_zero=is_first)
         trainer.callback_handler.on_train_begin(args, trainer.state, trainer.control)
         trainer._run_log.close()
-        assert capsys.readouterr().out == printed
     end_log(tmp_path / RUN_LOG)
-
-
-# 16 x 8 = 128 answers to 128 / 8 = 16 questions; 8 / 4 = 2 updates; 4 / 2 = 2 rollouts
-PLAN = """\
-4 steps: 2 INT8 rollouts of 128 answers (questions x answers: 16 x 8),
-up to 16 tokens, updates each: 2 (acr)
-"""
+    # 16 x 8 = 128 answers to 128 / 8 = 16 questions; 8 / 4 = 2 updates; 4 / 2 = 2 rollouts
+    assert capsys.readouterr().out == (
+        "4 steps: 2 INT8 rollouts of 128 answers (questions x answers: 16 x 8),\n"
+        "up to 16 tokens, updates each: 2 (acr)\n"
+    )
 
 
 def test_vespo_needs_a_mode_per_token_as_in_trl(attempt):

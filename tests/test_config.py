@@ -6,7 +6,6 @@ import inspect
 import json
 import pickle
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal, get_args, get_origin, get_type_hints
@@ -16,14 +15,12 @@ from support.building import build
 from support.configs import PLAIN, SEVERAL_UPDATES, config, refusal
 from transformers import HfArgumentParser
 from trl import GRPOConfig, RLOOConfig, TrlParser
-from trl.experimental.gmpo import GMPOConfig
 
 from trl_qurl import QuRLGRPOConfig, QuRLPPOConfig, QuRLRLOOConfig, QuRLRLOOTrainer
 from trl_qurl.config.checks import conflicts, sampling
 from trl_qurl.config.checks.engine_arguments import TAKEN_ENGINE_ARGUMENTS, UNFOLLOWED
 from trl_qurl.config.checks.names import OLD_NAMES
 from trl_qurl.config.checks.values import COUNT, POSITIVE, SHARE
-from trl_qurl.config.rollout import QuantizedRolloutsConfig
 from trl_qurl.quantization.formats import TOKEN_CACHES
 from trl_qurl.trainers.engine import QuantizedEngineMixin
 
@@ -40,18 +37,6 @@ def test_defaults_are_trls_but_for_our_settings(kind):
         theirs |= {"num_generations": 1, "num_generations_eval": 1, "scale_rewards": "none"}
     for name in theirs.keys() - {"_n_gpu", "logging_dir", "run_name", "distributed_state"}:
         assert ours[name] == theirs[name], name
-
-
-def test_the_mixin_fits_another_trainers_config():
-    @dataclass
-    class QuantizedGMPOConfig(QuantizedRolloutsConfig, GMPOConfig):
-        pass
-
-    settings = QuantizedGMPOConfig("out", **PLAIN, vllm_engine_kwargs='{"seed_": 1}')
-    assert settings.use_vllm and settings.vllm_engine_kwargs == {"seed_": 1}
-    assert settings.learning_rate == GMPOConfig("out", **PLAIN).learning_rate
-    assert settings.updates_per_rollout == 1
-    assert "weight_sync is 'nccl'" in refusal(QuantizedGMPOConfig, weight_sync="nccl")
 
 
 @pytest.mark.parametrize(
@@ -160,14 +145,15 @@ def test_unknown_names_are_refused_all_at_once_each_with_its_remedy(kind):
 
 def test_a_subclass_may_have_its_own_constructor_and_copies_are_configs():
     class Named(QuRLGRPOConfig):
-        def __init__(self, *positional, color, **settings):
-            super().__init__(*positional, **settings)
-            self.color = color
+        def __init__(self, color, **settings):
+            super().__init__("out", **settings)
 
-    named = Named("out", color="red", objective="tis", **PLAIN)
-    for copied in (pickle.loads(pickle.dumps(config(objective="tis"))), copy.deepcopy(named)):
-        assert copied.objective == "tis"
-    assert list(inspect.signature(QuRLGRPOConfig).parameters)[0] == "output_dir"
+    copies = [
+        copy.deepcopy(Named(color="red", objective="tis", **PLAIN)),
+        pickle.loads(pickle.dumps(config(objective="tis"))),
+    ]
+    assert all(copied.objective == "tis" for copied in copies)
+    assert [*inspect.signature(QuRLGRPOConfig).parameters][0] == "output_dir"
 
 
 def test_a_home_directory_is_written_out():
