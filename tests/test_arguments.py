@@ -84,7 +84,7 @@ def test_a_trainer_prints_what_a_run_will_do(built, tmp_path, capsys):
     settings = {"num_generations": 8, "per_device_train_batch_size": 16, "steps_per_generation": 8}
     args = settings_of(QuRLGRPOTrainer, tmp_path, **settings, gradient_accumulation_steps=4)
     trainer = built(args=args)
-    for is_first in (False, True):
+    for is_first in (True, False):
         trainer.state = TrainerState(max_steps=4, is_world_process_zero=is_first)
         trainer.callback_handler.on_train_begin(args, trainer.state, trainer.control)
         trainer._run_log.close()
