@@ -131,16 +131,12 @@ def test_a_gpu_has_more_formats_of_caches(monkeypatch):
 
 @each_kind
 def test_unknown_names_are_refused_all_at_once_each_with_its_remedy(kind):
-    """Versions of transformers that are supported may still have some of the old ones."""
-    known = {field.name for field in dataclasses.fields(kind)}
-    rows = {row.split()[0]: f"{row};" for row in OLD_NAMES.read_text().splitlines()}
-    old = [name for name in rows if name not in known]
     with pytest.raises(TypeError) as error:
-        kind("out", **PLAIN | dict.fromkeys([*old, "lerning_rate", "color"], 1))
+        kind("out", max_prompt_length=1, lerning_rate=1, color=1)
     first, *lines = str(error.value).split("\n")
     assert first == f"{kind.__name__}() got unexpected keyword arguments:"
-    assert lines[:-2] == [rows[name] for name in old]
-    assert lines[-2:] == ["lerning_rate, did you mean learning_rate?;", "color"]
+    [old] = [row for row in OLD_NAMES.read_text().splitlines() if "max_prompt_length" in row]
+    assert lines == [f"{old};", "lerning_rate, did you mean learning_rate?;", "color"]
 
 
 def test_a_subclass_may_have_its_own_constructor_and_copies_are_configs():
@@ -172,15 +168,11 @@ FITTING = [
     # an objective that was chosen does not read TRL's correction
     {"objective": "tis", "vllm_importance_sampling_clip_max": 4.0},
     {"objective": "tis", "loss_type": "cispo", "importance_sampling_level": "sequence"},
-    {"objective": "trl", "loss_type": "cispo", "importance_sampling_level": "sequence"},
-    {"objective": "trl", "vllm_importance_sampling_correction": False},
-    {"importance_cap": None},
-    {"importance_cap": 1},
+    {"objective": "trl", "vllm_importance_sampling_correction": False, "importance_cap": None},
     {"vllm_model_impl": "transformers"},
     {"sync_ref_model": True, "beta": 0.1, "use_bias_correction_kl": False},
     {"objective": "tis", "beta": 0.1, "delta": 4.0},
     {"vllm_engine_kwargs": {"enforce_eager": True, "kv_cache_dtype": "fp8"}},
-    {"vllm_engine_kwargs": None},
     # sampling settings that the trainer follows, or that change no distribution
     {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "temperature": 0.7},
     {"generation_kwargs": {"temperature": 1.0, "presence_penalty": 0.0, "bad_words": []}},

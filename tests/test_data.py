@@ -4,16 +4,13 @@ import gzip
 import json
 import math
 import re
-from itertools import compress, pairwise, product
+from itertools import product
 
 import pytest
 from datasets import Dataset
-from tiny import SHARED
 
 from trl_qurl.lab import data
 from trl_qurl.lab.data import INSTRUCTION, describe_solutions, load_questions
-from trl_qurl.lab.evaluation.tasks import are_correct
-from trl_qurl.lab.grading import as_solution
 
 
 def write(path, *rows):
@@ -41,21 +38,6 @@ def test_rows_become_one_user_message_and_a_text_answer(tmp_path, name):
     assert questions["solution"][:] == ["$1$", "$2$"], "the limit keeps the first"
     with pytest.raises(ValueError, match="limit=0"):
         load_questions(path, limit=0)
-
-
-@pytest.mark.skipif(not (SHARED / "data").exists(), reason="needs ../shared/data")
-def test_the_answers_of_two_benchmarks_are_graded():
-    pytest.importorskip("math_verify")
-    for name, equal in (("gsm8k", []), ("math500", [("5", "x=5")])):  # these two are indeed equal
-        with gzip.open(SHARED / "data" / name / "test.jsonl.gz", "rt", encoding="utf-8") as file:
-            answers = [json.loads(line)["answer"] for line in file][:100]
-        texts = [f"So it is $\\boxed{{{answer}}}$." for answer in answers]
-        solutions = list(map(as_solution, answers))
-        # TRL cannot read 11\sqrt2, but the same text is right.
-        assert all(are_correct(texts, solutions))
-        are_right = are_correct(texts[:-1], solutions[1:])
-        pairs = compress(pairwise(answers), are_right)
-        assert [(one, other) for one, other in pairs if one != other] == equal
 
 
 def test_a_line_says_what_cannot_be_compared_as_mathematics(tmp_path, monkeypatch):

@@ -10,10 +10,10 @@ nothing, and data sets have two rows.
 
 import ast
 import importlib
-import inspect
 import pkgutil
 import re
 from typing import Any
+from unittest.mock import create_autospec
 
 import datasets
 import pytest
@@ -38,23 +38,6 @@ pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relativ
 # --------------------------------------------------------------------------------------------------
 
 
-def double(trainer: type) -> type:
-    """A trainer that checks its arguments against the real signatures and does not train."""
-
-    class Double:
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            given = inspect.signature(trainer).bind(*args, **kwargs).arguments
-            assert isinstance(given["args"], trainer._config_class)
-            assert callable(given["reward_funcs"])
-            assert "prompt" in given["train_dataset"].column_names
-
-        def __getattr__(self, name: str) -> Any:
-            method = getattr(trainer, name)
-            return lambda *args, **kwargs: inspect.signature(method).bind(self, *args, **kwargs)
-
-    return Double
-
-
 # test_examples.py trains it
 PYTHON = [block for block in all_blocks("python") if block.page.name != "tutorial.md"]
 PYTHON += map(new_side, all_blocks("diff"))
@@ -66,7 +49,7 @@ def names(monkeypatch) -> dict[str, Any]:
     row = {"prompt": "1 + 1?", "question": "1 + 1?", "answer": "#### 2"}
     dataset = datasets.Dataset.from_list([row] * 2)
     for trainer in TRAINERS:
-        monkeypatch.setattr(trl_qurl, trainer.__name__, double(trainer))
+        monkeypatch.setattr(trl_qurl, trainer.__name__, create_autospec(trainer))
     monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: dataset)
     monkeypatch.chdir(ROOT)
     return {"reward": lambda completions, **kwargs: [0.0] * len(completions), "dataset": dataset}
