@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from accelerate.logging import MultiProcessAdapter
 from datasets import Dataset, DatasetDict
 from peft import (
@@ -206,8 +207,8 @@ def test_a_part_of_a_large_dataset_is_measured(built, attempt, monkeypatch):
     monkeypatch.setattr("trl_qurl.trainers.checks.prompts.MEASURED", 15)
     monkeypatch.setattr("trl_qurl.trainers.checks.prompts.BATCH", 4)
     built(data=prompts("ab", "a" * 20))
-    data = prompts("ab", "a" * 20).select([*range(14), 15])
-    assert "train_dataset[14] of 20 tokens" in attempt(data=data)
+    data = prompts("ab", "a" * 20).select([*range(13), 15, 15])
+    assert "train_dataset[13] of 20 tokens" in attempt(data=data)
 
 
 def tokenizer_that_adds(single: str) -> PreTrainedTokenizerFast:
@@ -284,6 +285,25 @@ def test_a_policy_that_nothing_trains_is_refused(attempt, tmp_path):
     assert_names(merged, refused, "requires_grad_", "merge_and_unload")
     message = attempt(model=base(), peft_config=LoraConfig(**lora, inference_mode=True))
     assert_names(message, refused, "inference_mode=False")
+
+
+def test_a_generation_config_that_cannot_be_saved_is_refused(attempt, tmp_path):
+    tiny_model().save_pretrained(tmp_path / "model")
+    settings = '{"temperature": 0.6, "do_sample": false}'
+    (tmp_path / "model" / "generation_config.json").write_text(settings)
+    message = attempt(model=str(tmp_path / "model"))
+    assert_names(message, "`temperature`", "generation_config.json")
+
+
+def test_a_reference_that_is_not_the_policy_is_warned_of(built, tmp_path, caplog):
+    tiny_model().save_pretrained(tmp_path / "model")
+    policy = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
+    args = settings_of(QuRLGRPOTrainer, tmp_path, beta=0.1, objective="tis")
+    assert built(args=args, model=policy).ref_model is not None
+    assert "The reference" not in caplog.text, "it is the policy in float32"
+    policy.model.norm.weight.data += 1
+    built(args=args, model=policy)
+    assert "first in model.norm.weight" in caplog.text
 
 
 @pytest.mark.parametrize(

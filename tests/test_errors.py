@@ -81,9 +81,12 @@ def train(plain, tmp_path, monkeypatch, capfd):
         ("vllm", ["--vllm_mode", "server"], "trl-qurl[vllm]"),  # TRL imports it all the same
     ],
 )
-def test_another_package_missing(package, arguments, advice, train, monkeypatch):
+def test_another_package_missing(package, arguments, advice, train, model, monkeypatch, capfd):
     monkeypatch.setitem(sys.modules, package, None)
     assert f"pip install '{advice}'" in train(*arguments)
+    if package == "vllm":
+        assert cli.main(["serve", str(model)]) == 2
+        assert f"pip install '{advice}'" in capfd.readouterr().err
 
 
 # Settings

@@ -184,12 +184,3 @@ def test_heads_that_are_trained_alike_or_untied_are_accepted():
         check_tied_head(apart)
     apart.config.tie_word_embeddings = False
     check_tied_head(apart)
-
-
-def test_a_generation_config_that_cannot_be_saved_is_refused(start, tmp_path):
-    tiny_model().save_pretrained(tmp_path / "model")
-    (tmp_path / "model" / "generation_config.json").write_text(
-        '{"temperature": 0.6, "do_sample": false}'
-    )
-    with pytest.raises(ValueError, match=r"`temperature`(?s:.)*generation_config\.json"):
-        start(model=str(tmp_path / "model"))
