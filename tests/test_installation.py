@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 import tarfile
-import venv
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -72,30 +71,3 @@ def test_sdist_and_wheel_have_every_file_of_the_package(release):
         names = [member.name.partition("/")[2] for member in archive if member.isfile()]
     there = {name for name in names if ".egg-info/" not in name}
     assert there == package | set(NEEDED.split())
-
-
-@pytest.mark.slow
-def test_an_installed_wheel_finds_its_recipes_and_its_extras(release, tmp_path):
-    """In a new environment that takes all other packages from this one, without an index."""
-    pytest.importorskip("math_verify", reason="needs math-verify (trl-qurl[math])")
-    [wheel] = release.glob("*.whl")
-    venv.create(tmp_path, with_pip=False)
-    [packages] = tmp_path.glob("lib/python*/site-packages")
-    others = next(path for path in sys.path if path.endswith("site-packages"))
-    (packages / "others.pth").write_text(f"{others}\n")
-
-    def run(line: str) -> str:
-        program, *words = line.split()
-        command = [tmp_path / "bin" / program, *words]
-        path = {"PATH": "/usr/bin:/bin"}
-        done = subprocess.run(command, cwd=tmp_path, env=path, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    run(f"python -m pip install --no-index --no-deps --ignore-installed {wheel}")
-    assert str(tmp_path) in run("python -c print(__import__('trl_qurl').__file__)")
-    assert "gsm8k_ppo" in run("trl-qurl ppo --config gsm8k_ppo tis --use_cpu --bf16 false --help")
-    run("trl-qurl demo --rollouts 2 --required-share -9 --output-dir demo")
-    assert (tmp_path / "demo" / "demo.png").exists()
-    said = run("python -m pip install --no-index trl-qurl[math]")
-    assert "already satisfied: trl-qurl[math]" in said and "math-verify" in said
