@@ -13,7 +13,6 @@ from accelerate.logging import MultiProcessAdapter
 from datasets import Dataset, DatasetDict
 from peft import (
     LoraConfig,
-    PeftModel,
     PrefixTuningConfig,
     VeraConfig,
     get_peft_model,
@@ -266,25 +265,15 @@ def test_a_token_beyond_the_embedding_is_refused_if_a_prompt_has_it(attempt, tmp
 # --------------------------------------------------------------------------------------------------
 
 
-def test_a_policy_that_nothing_trains_is_refused(attempt, tmp_path):
-    lora = {"r": 4, "target_modules": ["q_proj"]}
-    policy = tiny_model()
-    policy.save_pretrained(tmp_path / "model")
-    get_peft_model(policy, LoraConfig(**lora)).save_pretrained(tmp_path / "adapter")
-
-    def base():
-        return AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-
-    def adapter(**loading):
-        return PeftModel.from_pretrained(base(), tmp_path / "adapter", **loading)
-
+def test_a_policy_that_nothing_trains_is_refused(attempt):
+    lora = LoraConfig(target_modules=["q_proj"])
+    frozen = LoraConfig(target_modules=["q_proj"], inference_mode=True)
     refused = "no trainable parameter"
-    assert_names(attempt(model=adapter()), refused, "is_trainable=True")
-    assert attempt(model=adapter(is_trainable=True)) == STARTED
-    merged = attempt(model=adapter().merge_and_unload())
+    for given in ({"model": get_peft_model(tiny_model(), frozen)}, {"peft_config": frozen}):
+        assert_names(attempt(**given), refused, "is_trainable=True", "inference_mode=False")
+    assert attempt(model=get_peft_model(tiny_model(), lora)) == STARTED
+    merged = attempt(model=get_peft_model(tiny_model(), lora).merge_and_unload())
     assert_names(merged, refused, "requires_grad_", "merge_and_unload")
-    message = attempt(model=base(), peft_config=LoraConfig(**lora, inference_mode=True))
-    assert_names(message, refused, "inference_mode=False")
 
 
 def test_a_generation_config_that_cannot_be_saved_is_refused(attempt, tmp_path):
