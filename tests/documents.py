@@ -51,6 +51,12 @@ def all_blocks(language: str) -> list[Block]:
     return [block for page in PAGES for block in blocks(page, language)]
 
 
+def new_side(diff: Block) -> Block:
+    """What a diff makes of its file."""
+    lines = [line[1:] for line in diff.code.splitlines() if not line.startswith("-")]
+    return diff._replace(code="\n".join(lines))
+
+
 def prose(page: Path) -> str:
     """A page without its blocks of code."""
     return CODE.sub("", page.read_text(encoding="utf-8"))

@@ -13,7 +13,6 @@ from documents import ROOT, blocks, extension_examples
 from safetensors.torch import load_file
 from tiny import save_tiny
 
-PAGE = ROOT / "docs" / "architecture.md"
 EXAMPLES = extension_examples()
 
 USE_IT = """
@@ -37,15 +36,6 @@ from trl_qurl import QuRLGRPOConfig
 config = QuRLGRPOConfig("run", rollout_quantization="w6a16", use_cpu=True, bf16=False, report_to=[])
 print(json.dumps(config.rollout_quantization))
 """
-
-
-def install(directory: Path, name: str, source: str, entry_points: str) -> None:
-    """Put a package of one module where Python finds it, as pip would."""
-    (directory / f"{name}.py").write_text(source)
-    metadata = directory / f"{name}-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text(entry_points)
 
 
 DISTILL = """
@@ -105,35 +95,21 @@ def test_a_trainer_of_trls_that_is_not_of_groups(warm_python, tmp_path):
     assert (Path(record["saved"]) / "model.safetensors").exists()
 
 
-@pytest.fixture
-def run(warm_python, tmp_path):
-    """Run a program beside this package and the modules of a directory; its last line."""
-
-    def run(program, *arguments):
-        path = f"{tmp_path}{os.pathsep}{ROOT}"
-        done = completed(warm_python, "-c", program, *arguments, cwd=tmp_path, PYTHONPATH=path)
-        return json.loads(done.stdout.splitlines()[-1])
-
-    return run
-
-
-needs_w6a16 = pytest.mark.skipif(
-    "W6A16" not in PRESET_SCHEMES, reason="needs compressed-tensors 0.19"
-)
-
-
-@needs_w6a16
-def test_a_scheme_that_is_registered(run, tmp_path):
+@pytest.mark.skipif("W6A16" not in PRESET_SCHEMES, reason="needs compressed-tensors 0.19")
+def test_a_scheme_that_is_registered_or_of_another_package(warm_python, tmp_path):
     (tmp_path / "my_package.py").write_text(EXAMPLES["scheme"])
-    assert run(EXAMPLES["registration"] + USE_THE_REGISTERED) == "w6a16"
-
-
-@needs_w6a16
-def test_a_scheme_of_another_package(run, tmp_path):
-    [entry_points] = blocks(PAGE, "ini")
-    install(tmp_path, "my_package", EXAMPLES["scheme"], entry_points.code)
+    place = {"cwd": tmp_path, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    registered = EXAMPLES["registration"] + USE_THE_REGISTERED
+    assert completed(warm_python, "-c", registered, **place).stdout.endswith('"w6a16"\n')
+    # as pip would
+    metadata = tmp_path / "my_package-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: my_package\nVersion: 1.0\n")
+    [entry_points] = blocks(ROOT / "docs" / "architecture.md", "ini")
+    (metadata / "entry_points.txt").write_text(entry_points.code)
     save_tiny(tmp_path / "model")
-    assert run(FORGET_OURS + USE_IT, tmp_path / "model", tmp_path) == "w6a16"
+    command = [warm_python, "-c", FORGET_OURS + USE_IT, tmp_path / "model", tmp_path]
+    assert completed(*command, **place).stdout.endswith('"w6a16"\n')
     for way in ("command", "function"):
         config = json.loads((tmp_path / way / "config.json").read_text())["quantization_config"]
         assert config["config_groups"]["group_0"]["weights"]["num_bits"] == 6

@@ -4,18 +4,19 @@ import gzip
 import json
 import math
 import re
-from itertools import compress, pairwise, product
+from itertools import product
 
 import pytest
-from tiny import SHARED
+from datasets import Dataset
 
 from trl_qurl.lab import data
 from trl_qurl.lab.data import INSTRUCTION, describe_solutions, load_questions
-from trl_qurl.lab.evaluation.tasks import are_correct
-from trl_qurl.lab.grading import as_solution
 
 
 def write(path, *rows):
+    if path.suffix == ".parquet":
+        Dataset.from_list(rows).to_parquet(path)
+        return str(path)
     opened = gzip.open if path.suffix == ".gz" else open
     with opened(path, "wt", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
@@ -27,7 +28,7 @@ def content_of(row):
     return row["prompt"][-1]["content"]
 
 
-@pytest.mark.parametrize("name", ["questions.jsonl", "questions.jsonl.gz"])
+@pytest.mark.parametrize("name", ["q.jsonl", "q.jsonl.gz", "q.parquet"])
 def test_rows_become_one_user_message_and_a_text_answer(tmp_path, name):
     rows = [{"question": f"{index} + 1?", "answer": index + 1} for index in range(3)]
     path = write(tmp_path / name, *rows)
@@ -37,21 +38,6 @@ def test_rows_become_one_user_message_and_a_text_answer(tmp_path, name):
     assert questions["solution"][:] == ["$1$", "$2$"], "the limit keeps the first"
     with pytest.raises(ValueError, match="limit=0"):
         load_questions(path, limit=0)
-
-
-@pytest.mark.skipif(not (SHARED / "data").exists(), reason="needs ../shared/data")
-def test_the_answers_of_two_benchmarks_are_graded():
-    pytest.importorskip("math_verify")
-    for name, equal in (("gsm8k", []), ("math500", [("5", "x=5")])):  # these two are indeed equal
-        with gzip.open(SHARED / "data" / name / "test.jsonl.gz", "rt", encoding="utf-8") as file:
-            answers = [json.loads(line)["answer"] for line in file][:100]
-        texts = [f"So it is $\\boxed{{{answer}}}$." for answer in answers]
-        solutions = list(map(as_solution, answers))
-        # TRL cannot read 11\sqrt2, but the same text is right.
-        assert all(are_correct(texts, solutions))
-        are_right = are_correct(texts[:-1], solutions[1:])
-        pairs = compress(pairwise(answers), are_right)
-        assert [(one, other) for one, other in pairs if one != other] == equal
 
 
 def test_a_line_says_what_cannot_be_compared_as_mathematics(tmp_path, monkeypatch):
@@ -147,14 +133,6 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, name, content, named):
     assert re.search(named, refused(path))
 
 
-def test_parquet_is_read(tmp_path):
-    import datasets
-
-    rows = datasets.Dataset.from_dict({"question": ["1+1", "1+2"], "answer": [["2"], ["3"]]})
-    rows.to_parquet(tmp_path / "q.parquet")
-    assert load_questions(str(tmp_path / "q.parquet"))["solution"][:] == ["$2$", "$3$"]
-
-
 def test_values_are_not_converted(tmp_path):
     """Not as `datasets` and pandas guess them: NA as nothing, texts as dates, numbers rounded."""
     (tmp_path / "q.csv").write_text("\ufeffquestion,answer,level\nq,NA,007\nq,2024-01-05,1.50\n")
@@ -177,14 +155,11 @@ def test_values_are_not_converted(tmp_path):
 
 @pytest.mark.parametrize("needs_answers", [False, True])
 @pytest.mark.parametrize(
-    "levels", [["Paris", "1.50", "12345678901234567.5", None, "-7"], ["1", str(10**30)]]
+    "levels", [['"Paris"', "1.50", "12345678901234567.5", "null", "-7"], ["1", str(10**30)]]
 )
 def test_a_column_that_mixes_types_becomes_text(tmp_path, needs_answers, levels):
     path = tmp_path / "q.jsonl"
-    path.write_text(
-        "".join(f'{{"question": "q", "answer": "a", "level": {level}}}\n' for level in levels)
-        .replace("Paris", '"Paris"')
-        .replace("None", "null")
-    )
+    row = '{"question": "q", "answer": "a", "level": %s}\n'
+    path.write_text("".join(row % level for level in levels))
     found = load_questions(str(path), needs_answers=needs_answers, keep_columns=True)
-    assert found["level"][:] == levels
+    assert found["level"][:] == [None if level == "null" else level.strip('"') for level in levels]

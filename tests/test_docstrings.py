@@ -2,44 +2,46 @@
 are missing in a list of them.
 """
 
+import importlib
 import re
 
 import pytest
 from documents import ROOT
-from public_names import public_names
 
 griffe = pytest.importorskip("griffe", reason="needs griffe (trl-qurl[docs])")
+pytest.importorskip("mkdocs", reason="needs mkdocs (trl-qurl[docs])")
 
 CALLED_BY_THE_TRAINER = ("compute_loss", "training_step", "create_scheduler", "save_model")
 """Methods that extend one of transformers', under its own documentation."""
+TOLD_IN_PROSE = ("trl_qurl.trainers.engine.", "trl_qurl.lab.grading.")
 
 
-@pytest.fixture(scope="module")
-def things() -> list["griffe.Object"]:
-    """Everything public, each once, wherever it is exported from."""
+@pytest.fixture
+def functions(monkeypatch) -> list["griffe.Object"]:
+    """All functions in the reference, and the methods of classes there."""
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    hook = importlib.import_module("docs_public_names")
     package = griffe.load("trl_qurl", search_paths=[ROOT], resolve_aliases=True)
     found = {}
-    for module, name in public_names():
-        thing = package[f"{module}.{name}".removeprefix("trl_qurl.")]
-        if thing.is_alias:
-            thing = thing.final_target
-        found[thing.path] = thing
-    assert len(found) > 50
-    return list(found.values())
-
-
-def members(thing: "griffe.Object") -> list["griffe.Object"]:
-    """A function itself, or the public members of a class that are written here."""
-    if not thing.is_class:
-        return [thing]
+    shown = (ROOT / "docs" / "reference.md").read_text().partition(hook.MARK)[2]
+    for path in hook.SHOWN.findall(shown):
+        for name, thing in hook.named(package, path):
+            found[name] = thing
+            if thing.is_class:
+                found |= {f"{name}.{member.name}": member for member in thing.members.values()}
     skipped = ("_", "on_", *CALLED_BY_THE_TRAINER)
-    return [member for name, member in thing.members.items() if not name.startswith(skipped)]
+    return [
+        each
+        for each in found.values()
+        if each.is_function
+        and not each.name.startswith(skipped)
+        and not each.path.startswith(TOLD_IN_PROSE)
+    ]
 
 
-def test_arguments_results_and_errors_of_public_functions_are_described(things):
-    for function in [member for thing in things for member in members(thing)]:
-        if not function.is_function:
-            continue
+def test_arguments_results_and_errors_of_public_functions_are_described(functions):
+    assert len(functions) > 30
+    for function in functions:
         sections = function.docstring.parse("google", warnings=False)
         kinds = {section.kind.value for section in sections}
         taken = [each for each in function.parameters if not re.match(r"_|self|cls", each.name)]

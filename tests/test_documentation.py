@@ -10,16 +10,15 @@ nothing, and data sets have two rows.
 
 import ast
 import importlib
-import inspect
 import pkgutil
 import re
 from typing import Any
+from unittest.mock import create_autospec
 
 import datasets
 import pytest
 import torch
-from documents import PAGES, ROOT, SITE, Block, all_blocks, anchors, blocks, inline_code, links
-from public_names import public_names
+from documents import PAGES, ROOT, SITE, all_blocks, anchors, blocks, inline_code, links, new_side
 
 import trl_qurl
 from trl_qurl import QuRLGRPOTrainer, QuRLPPOTrainer, QuRLRLOOTrainer
@@ -38,28 +37,6 @@ pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relativ
 # --------------------------------------------------------------------------------------------------
 
 
-def double(trainer: type) -> type:
-    """A trainer that checks its arguments against the real signatures and does not train."""
-
-    class Double:
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            given = inspect.signature(trainer).bind(*args, **kwargs).arguments
-            assert isinstance(given["args"], trainer._config_class)
-            assert callable(given["reward_funcs"])
-            assert "prompt" in given["train_dataset"].column_names
-
-        def __getattr__(self, name: str) -> Any:
-            method = getattr(trainer, name)
-            return lambda *args, **kwargs: inspect.signature(method).bind(self, *args, **kwargs)
-
-    return Double
-
-
-def new_side(diff: Block) -> Block:
-    lines = [line[1:] for line in diff.code.splitlines() if not line.startswith("-")]
-    return diff._replace(code="\n".join(lines))
-
-
 # test_examples.py trains it
 PYTHON = [block for block in all_blocks("python") if block.page.name != "tutorial.md"]
 PYTHON += map(new_side, all_blocks("diff"))
@@ -71,7 +48,7 @@ def names(monkeypatch) -> dict[str, Any]:
     row = {"prompt": "1 + 1?", "question": "1 + 1?", "answer": "#### 2"}
     dataset = datasets.Dataset.from_list([row] * 2)
     for trainer in TRAINERS:
-        monkeypatch.setattr(trl_qurl, trainer.__name__, double(trainer))
+        monkeypatch.setattr(trl_qurl, trainer.__name__, create_autospec(trainer))
     monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: dataset)
     monkeypatch.chdir(ROOT)
     return {"reward": lambda completions, **kwargs: [0.0] * len(completions), "dataset": dataset}
@@ -87,19 +64,6 @@ def test_python_blocks_run(block, names, monkeypatch):
         actual = torch.as_tensor(eval(expression, names))
         expected = torch.tensor(ast.literal_eval(shown))
         torch.testing.assert_close(actual, expected, rtol=2e-3, atol=0, check_dtype=False)
-
-
-@pytest.mark.usefixtures("names")
-def test_the_script_of_from_trl_names_what_a_cpu_needs(monkeypatch):
-    """Unlike the other blocks, it runs without an environment that pretends to have a GPU."""
-    [trains] = [
-        block.code for block in blocks(DOCS / "from-trl.md", "python") if ".train()" in block.code
-    ]
-    code = re.sub(r"# (use_cpu=True,).*", r"\1", trains)
-    assert code != trains
-    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    exec(compile(code, "from-trl.md", "exec"), {})
 
 
 # Names and figures
@@ -155,7 +119,12 @@ def test_every_public_name_is_in_the_reference(monkeypatch):
     hook = importlib.import_module("docs_public_names")
     table = hook.table((DOCS / "reference.md").read_text().partition(hook.MARK)[2])
     listed = {id(pkgutil.resolve_name(name)) for name in re.findall(r"^\| \[`(.+?)`", table, re.M)}
-    public = {f"{module}:{name}" for module, name in public_names()}
+    public = set()
+    for path in SOURCES:
+        if "\n__all__ = " in path.read_text():
+            module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            module = module.removesuffix(".__init__")
+            public |= {f"{module}:{name}" for name in importlib.import_module(module).__all__}
     missing = {name for name in public if id(pkgutil.resolve_name(name)) not in listed}
     assert missing == {"trl_qurl:__version__", "trl_qurl:quiet"}, "these are above the table"
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 from conftest import completed
-from documents import ROOT, blocks
+from documents import ROOT, blocks, new_side
 from tiny import ENGINE, save_tiny
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
@@ -88,9 +88,8 @@ ON_CPU = {"use_cpu": True, "bf16": False, "learning_rate": 0.0, "max_steps": 2}
 SMALL = {"vllm_max_model_length": 1024, "vllm_engine_kwargs": ENGINE, "bf16": False}
 
 
-def run_page(python, page, given, settings, directory, **environment):
+def run_block(python, block, given, settings, directory, **environment):
     """Run the code of a page, with some lines of its settings replaced."""
-    [block] = blocks(ROOT / page, "python")
     replaced = "".join(f"{key}={value!r}, " for key, value in settings.items())
     code, count = re.subn(given, replaced, block.code)
     assert count == 1
@@ -104,30 +103,15 @@ def test_two_steps_of_the_grpo_script(model, hub, warm_python, tmp_path):
 
 def test_the_code_of_the_readme_trains(hub, warm_python, tmp_path):
     [change] = blocks(ROOT / "README.md", "diff")
-    lines = [line[1:] for line in change.code.splitlines() if not line.startswith("-")]
-    settings = SETTINGS | ON_CPU | {"max_steps": 1}
-    for name in ("report_to", "uaq_scale"):  # as by default
-        del settings[name]
-    replaced = ", ".join(f"{key}={value!r}" for key, value in settings.items())
-    code, count = re.subn("max_completion_length=1024", replaced, "\n".join(lines))
-    assert count == 1
-    completed(warm_python, "-c", code, cwd=tmp_path, VLLM_LOGGING_LEVEL="ERROR")
+    settings = SETTINGS | ON_CPU | {"max_steps": 1, "uaq_scale": 1.0}
+    run_block(warm_python, new_side(change), "max_completion_length=1024", settings, tmp_path)
     assert (tmp_path / "policy" / "checkpoint-1" / "trainer_state.json").exists()
-
-
-def test_the_reward_of_from_trl_grades_texts_and_numbers():
-    *_, block = blocks(ROOT / "docs" / "from-trl.md", "python")
-    names = {}
-    exec(block.code, names)
-    texts = ["12.", "It is 12.", "Paris"]
-    completions = [[{"role": "assistant", "content": text}] for text in texts]
-    assert names["right"](completions, [12, 12, "Paris"], question=texts) == [1.0, 0.0, 1.0]
 
 
 def test_the_code_of_the_tutorial_trains_and_evaluates(model, warm_python, tmp_path):
     settings = SMALL | {"max_steps": 4}
-    page = "docs/tutorial.md"
-    done = run_page(warm_python, page, "max_steps=80,", settings, tmp_path, MODEL=str(model))
+    [block] = blocks(ROOT / "docs" / "tutorial.md", "python")
+    done = run_block(warm_python, block, "max_steps=80,", settings, tmp_path, MODEL=str(model))
     assert re.search(r"^held out: 0\.\d\d -> 0\.\d\d$", done.stdout, re.MULTILINE)
     saved = tmp_path / "policy" / "model.safetensors"
     assert saved.exists(), "what the page quantizes and serves"

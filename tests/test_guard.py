@@ -61,130 +61,98 @@ def test_a_guard_that_is_off_neither_warns_nor_logs(caplog):
     assert not [record for record in caplog.records if record.name.startswith("trl_qurl")]
 
 
-# One rollout
+# Rollouts of training
 # --------------------------------------------------------------------------------------------------
 
+FOUR = [QUIET] * (WINDOW - 1)
+UNKNOWN = dict.fromkeys([KL, KL_ERROR, TAIL, ESS, RATIO], math.nan)
+INFINITE = dict.fromkeys([KL, KL_ERROR, TAIL, ESS], math.inf)
+SPARSE = [{TAIL: tokens / 160} for tokens in (2, 0, 2, 2, 0)]
+# Two of five rollouts beyond and three below, until the last one.
+DRIFTING = [True, True, False, False, False, True, True, True]
+# Rollouts, and which of them are beyond the limit of a metric.
+HISTORIES = [
+    ([0.0999], KL, []),
+    ([0.1], KL, [0]),
+    ([{KL: 0.12, KL_ERROR: 0.0101}], KL, []),  # 0.12 - 2 * 0.0101 < 0.1
+    ([{KL: 0.12, KL_ERROR: 0.0099}], KL, [0]),
+    # A mean of 1.1 from tokens that differ by nothing: ESS is 1, and the error (1.1 - 1) /
+    # sqrt(tokens).
+    ([{RATIO: 1.1, TOKENS: 65}], RATIO, [0]),  # 0.1 - 4 * 0.1 / sqrt(65) > 0.05
+    ([{RATIO: 0.951, TOKENS: 1e9}], RATIO, []),
+    # mean(rho^2) = 0.81 / 0.9 = 0.9, so the error is sqrt((0.9 - 1.8 + 1) / tokens) = 0.316 /
+    # sqrt(tokens).
+    ([{RATIO: 0.9, ESS: 0.9, TOKENS: 630}], RATIO, []),
+    ([{RATIO: 0.9, ESS: 0.9, TOKENS: 650}], RATIO, [0]),
+    ([{CONTRADICTED: 0.02, TOKENS: 1000}], CONTRADICTED, [0]),
+    # 0.0149 < 3 * 0.005; a run's largest KL counts as 0.005 at least
+    ([0.0004, 0.0049, 0.002, 0.0149], KL, []),
+    ([0.0001, 0.0151], KL, [1]),
+    ([0.01, 0.031], KL, [1]),
+    ([0.0049, {KL: 0.02, KL_ERROR: 0.0013}], KL, []),  # four standard errors are noise
+    ([0.0049, {KL: 0.02, KL_ERROR: 0.0012}], KL, [1]),
+    ([0.09, 0.1], KL, [1]),  # the setting is a limit too
+    # What a fault explains is not compared with; what only jumps is, from then on.
+    ([0.001, 0.05, *[0.001] * WINDOW, 0.05], KL, [1, WINDOW + 2]),
+    ([0.001, 0.02, *[0.001] * WINDOW, 0.05], KL, [1]),
+    ([0.001, {KL: math.nan, RATIO: math.nan}, 0.016], KL, [2]),
+    # The alarm ends after five rollouts without a finding. Another finding adds no warning, and the
+    # count begins again.
+    ([0.001, 0.2, *FOUR, {RATIO: 0.5}, *FOUR, 0.2], KL, [1]),
+    ([0.001, 0.2, *FOUR, {RATIO: 0.5}, *FOUR, QUIET, 0.2], KL, [1, 12]),
+    ([{TAIL: 0.0102 if is_beyond else 0.0099} for is_beyond in DRIFTING], TAIL, [7]),
+    ([{ESS: 0.85 if is_beyond else 0.8501} for is_beyond in DRIFTING], ESS, [7]),
+    # Outliers raise no alarm, and count as the worst.
+    ([QUIET, INFINITE, QUIET, QUIET, INFINITE] * 9, TAIL, []),
+    ([QUIET, UNKNOWN, QUIET, QUIET, UNKNOWN] * 9, TAIL, []),
+    ([QUIET, {TAIL: math.inf}, QUIET, {TAIL: math.nan}, {TAIL: math.nan}], TAIL, [4]),
+    (SPARSE * 3, TAIL, []),  # two tokens of a small rollout are no tail
+    ([{TAIL: 1 / 160}, *SPARSE[:1], {TAIL: 1 / 160}, *SPARSE[2:4]], TAIL, [4]),
+]
 
-@pytest.mark.parametrize(
-    ("rollout", "finding"),
-    [
-        (0.0999, []),
-        (0.1, [KL]),
-        ({KL: 0.12, KL_ERROR: 0.0101}, []),  # 0.12 - 2 * 0.0101 < 0.1
-        ({KL: 0.12, KL_ERROR: 0.0099}, [KL]),
-        # A mean of 1.1 from tokens that differ by nothing: ESS is 1, and the error (1.1 - 1) /
-        # sqrt(tokens).
-        ({RATIO: 1.1, TOKENS: 65}, [RATIO]),  # 0.1 - 4 * 0.1 / sqrt(65) > 0.05
-        ({RATIO: 0.951, TOKENS: 1e9}, []),
-        # mean(rho^2) = 0.81 / 0.9 = 0.9, so the error is sqrt((0.9 - 1.8 + 1) / tokens) = 0.316 /
-        # sqrt(tokens).
-        ({RATIO: 0.9, ESS: 0.9, TOKENS: 630}, []),
-        ({RATIO: 0.9, ESS: 0.9, TOKENS: 650}, [RATIO]),
-        ({CONTRADICTED: 0.02, TOKENS: 1000}, [CONTRADICTED]),
-    ],
-)
-def test_the_first_rollout_is_judged(rollout, finding):
-    assert observed(new_guard(), rollout) == [finding]
 
-
-@pytest.mark.parametrize(
-    ("rollouts", "numbers"),
-    [
-        # 0.0149 < 3 * 0.005; a run's largest KL counts as 0.005 at least
-        ([0.0004, 0.0049, 0.002, 0.0149], []),
-        ([0.0001, 0.0151], [1]),
-        ([0.01, 0.031], [1]),
-        ([0.0049, {KL: 0.02, KL_ERROR: 0.0013}], []),  # four standard errors are noise
-        ([0.0049, {KL: 0.02, KL_ERROR: 0.0012}], [1]),
-        ([0.09, 0.1], [1]),  # the setting is a limit too
-        # What a fault explains is not compared with; what only jumps is, from then on.
-        ([0.001, 0.05, *[0.001] * WINDOW, 0.05], [1, WINDOW + 2]),
-        ([0.001, 0.02, *[0.001] * WINDOW, 0.05], [1]),
-        ([0.001, {KL: math.nan, RATIO: math.nan}, 0.016], [2]),
-    ],
-)
-def test_a_jump_is_three_times_the_largest_so_far(rollouts, numbers):
+@pytest.mark.parametrize(("rollouts", "metric", "numbers"), HISTORIES)
+def test_rollouts_beyond_a_limit_are_found(rollouts, metric, numbers):
     found = observed(new_guard(), *rollouts)
-    assert found == [[KL] * (number in numbers) for number in range(len(rollouts))]
+    assert found == [[metric] * (number in numbers) for number in range(len(rollouts))]
 
 
 @pytest.mark.parametrize(
-    ("rollouts", "advice"),
-    [
-        ([{RATIO: 0.1, KL: 1.0}], module.SAMPLING),
-        ([0.6], module.FUNCTION),
-        ([0.2], module.ROUNDING),
-        ([{TAIL: 0.1}] * WINDOW, module.ROUNDING),
-    ],
+    ("rollout", "advice"),
+    [({RATIO: 0.1, KL: 1.0}, module.SAMPLING), (0.6, module.FUNCTION), (0.2, module.ROUNDING)],
 )
-def test_advice_depends_on_the_pattern(rollouts, advice):
-    guard = new_guard()
-    findings = [finding for rollout in rollouts for finding in guard.judge(row_of(rollout))]
-    assert findings[0].advice == advice
+def test_advice_depends_on_the_pattern(rollout, advice):
+    assert new_guard().judge(row_of(rollout))[0].advice == advice
+
+
+def test_tail_is_not_judged_with_a_cap_below_2():
+    tail = [{TAIL: 0.06}] * WINDOW
+    assert not any(observed(new_guard(1.999), *tail))
+    for cap in (2.0, None):
+        assert observed(new_guard(cap), *tail)[-1] == [TAIL]
 
 
 def test_an_evaluation_is_judged_without_changing_medians():
     guard = new_guard()
-    for _ in range(2 * WINDOW):
+    for _ in range(WINDOW):
         assert not guard.judge(row_of({TAIL: 0.1}), training=False)
     assert observed(guard, *[{TAIL: 0.1}] * WINDOW) == [*[[]] * (WINDOW - 1), [TAIL]]
     guard = new_guard()
     guard.judge(QUIET, training=False)
-    # It has other prompts, so its limit is twice as high.
+    # It has other prompts, so its limits are twice as high.
+    assert not guard.contradiction(row_of(0.049), training=False)
+    assert guard.contradiction(row_of(0.051), training=False)
     assert not guard.judge(row_of(0.029), training=False)
     assert guard.judge(row_of(0.2), training=False)
-    for _ in range(2 * WINDOW):
+    for _ in range(WINDOW):
         guard.judge(QUIET, training=False)
     assert guard.alarm, "it ends with rollouts of training"
-
-
-# Drift
-# --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("metric", "below", "beyond"), [(TAIL, 0.0099, 0.0102), (ESS, 0.8501, 0.85)]
-)
-def test_the_median_of_five_rollouts_decides(metric, below, beyond):
-    # Two of five beyond and three below until the last one: below, below, beyond, beyond, beyond.
-    values = [beyond, beyond, below, below, below, beyond, beyond, beyond]
-    found = observed(new_guard(), *({metric: value} for value in values))
-    assert found == [*[[]] * 7, [metric]]
-
-
-def test_two_tokens_of_a_small_rollout_are_no_tail():
-    shares = [{TAIL: tokens / 160} for tokens in (2, 0, 2, 2, 0)]
-    assert not any(observed(new_guard(), *shares * 3))
-    assert any(observed(new_guard(), *[{TAIL: tokens / 160} for tokens in (2, 1, 2, 2, 1)]))
-
-
-@pytest.mark.parametrize("outlier", [math.inf, math.nan])
-def test_outliers_raise_no_alarm(outlier):
-    guard = new_guard()
-    bad = {KL: outlier, KL_ERROR: outlier, TAIL: outlier, ESS: outlier, RATIO: math.nan}
-    assert not any(observed(guard, *[QUIET, bad, QUIET, QUIET, bad] * 10)) and not guard.alarm
-    assert observed(guard, bad) == [[TAIL, ESS]]  # the third of five
-
-
-def test_the_alarm_ends_after_five_rollouts_without_a_finding():
-    guard = new_guard()
-    quiet = [QUIET] * (WINDOW - 1)
-    assert observed(guard, QUIET, 0.2) == [[], [KL]]
-    # A second finding adds no warning, and the count begins again.
-    assert not any(observed(guard, *quiet, {RATIO: 0.5}, *quiet))
-    assert guard.alarm
-    assert observed(guard, QUIET, 0.2) == [[], [KL]]
-
-
-@pytest.mark.parametrize(("cap", "is_judged"), [(1.999, False), (2.0, True), (None, True)])
-def test_tail_is_not_judged_with_a_cap_below_2(cap, is_judged):
-    assert observed(new_guard(cap=cap), *[{TAIL: 0.06}] * WINDOW)[-1] == [TAIL] * is_judged
 
 
 def test_a_rollout_without_tokens_changes_nothing():
     guard = new_guard()
     observed(guard, *[{TAIL: 1.0}] * (WINDOW - 1))
-    assert guard.judge({"mismatch/invalid_share": 0.0}) == [] and not guard.alarm
+    assert guard.judge({}) == []
     assert observed(guard, {TAIL: 1.0}) == [[TAIL]]
     assert guard.judge({}) == [] and guard.alarm
 
@@ -194,30 +162,24 @@ def test_a_rollout_without_tokens_changes_nothing():
 
 
 UNQUANTIZED = {"rollout_quantization": None}
-W4A16 = {"rollout_quantization": "w4a16"}
 
 
 @pytest.mark.parametrize(
     ("settings", "before", "rollout", "limit"),
     [
         # Before there is a history, the limit is that of the format.
-        ({}, [], 0.49, None),
         ({}, [], {KL: 0.52, KL_ERROR: 0.0099}, 0.5),
-        (W4A16, [], 3.01, 3),
-        ({"rollout_quantization": {"re:.*down_proj": "w4a16", "*": "int8"}}, [], 2.99, None),
+        ({"rollout_quantization": {"re:.*down_proj": "w4a16", "*": "int8"}}, [], 3.01, 3),
         (UNQUANTIZED, [], 0.11, 0.1),
         (UNQUANTIZED | {"vllm_engine_kwargs": {"kv_cache_dtype": "fp8"}}, [], 0.49, None),
         # Five times the largest so far, and at least 0.025.
-        ({}, [0.02, 0.01], {KL: 0.12, KL_ERROR: 0.0101}, None),
         ({}, [0.02, 0.01], {KL: 0.12, KL_ERROR: 0.0099}, 0.1),
-        ({}, [0.02], {KL: math.nan, KL_ERROR: math.nan}, None),
         ({}, [0.0001], 0.0251, 0.025),
         # A difference that grows step by step, as that of an engine that keeps its first weights
         # does, does not become usual.
         ({}, [0.02 * 1.2**step for step in range(18)], 0.51, 0.43),
         # 20 tokens, less 4 * sqrt(20), are 2.11: 0.0021
         ({}, [], {CONTRADICTED: 0.02, TOKENS: 900}, None),
-        ({}, [], {CONTRADICTED: 0.02, TOKENS: 1000}, CONTRADICTED),
         # A low temperature sharpens the noise of rounding.
         ({"temperature": 0.1}, [], {KL: 4.9, CONTRADICTED: 0.2}, None),
         ({"temperature": 0.1}, [], 5.1, 5),
@@ -233,14 +195,7 @@ def test_what_neither_rounding_nor_an_update_explains(settings, before, rollout,
     if limit is None:
         assert not found
     else:
-        assert (limit if limit == CONTRADICTED else f"at most {limit} would") in found
-
-
-def test_an_evaluation_may_be_farther_away():
-    guard = new_guard()
-    observed(guard, 0.02)
-    assert not guard.contradiction(row_of(0.19), training=False)
-    assert guard.contradiction(row_of(0.21), training=False)
+        assert f"at most {limit} would" in found
 
 
 # Warnings and stops
@@ -308,16 +263,17 @@ def rollouts(record, metric):
 
 def test_stored_runs_raise_an_alarm_if_they_were_harmed_and_only_then():
     groups = guard_benchmark.replay_all(guard_benchmark.RESULTS, guard_benchmark.REAL_RESULTS)
-    healthy = [group for group in groups if group.expected == guard_benchmark.HEALTHY]
-    assert sum(len(group.first_alarms) for group in healthy) >= 213
-    assert not guard_benchmark.alarms(healthy)
-    # The distance from each threshold is at least a tenth of it.
-    for group in healthy:
-        assert group.farthest[KL] < 0.06
-        assert group.farthest[TAIL] < 0.009
-        assert group.farthest[ESS] > 0.865
-    kinds = (guard_benchmark.COLLAPSING, guard_benchmark.HARMED)
-    harmed = [group for group in groups if group.expected in kinds]
-    assert sum(len(group.first_alarms) for group in harmed) >= 225
-    missed = [group.arm for group in harmed for alarm in group.first_alarms if alarm is None]
-    assert missed == ["int3_tis_centered"]  # its tail stays below the limit on average
+    raises = {
+        guard_benchmark.HEALTHY: False,
+        guard_benchmark.HARMED: True,
+        guard_benchmark.COLLAPSING: True,
+    }
+    judged = [group for group in groups if group.expected in raises]
+    assert sum(len(group.first_alarms) for group in judged) >= 438
+    wrong = [
+        group.arm
+        for group in judged
+        for alarm in group.first_alarms
+        if raises[group.expected] == (alarm is None)
+    ]
+    assert wrong == ["int3_tis_centered"]  # its tail stays below the limit on average

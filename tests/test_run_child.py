@@ -21,13 +21,6 @@ time.sleep(600)
 """
 
 
-def alone_after(group: int, seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while group_members(group) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not group_members(group)
-
-
 def test_a_failure_ends_with_what_was_printed_last(tmp_path):
     code = "import sys; [print('line', n) for n in range(99)]; sys.exit('no model')"
     with pytest.raises(ChildProcessError) as error:
@@ -49,46 +42,34 @@ def test_a_program_that_does_not_exist(tmp_path):
         run_child(["no-such-program"], tmp_path / "log")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_ends_the_command_and_what_it_started(number, tmp_path):
-    """As `trl-qurl doctor` in the middle of a trial, which has started a server."""
+@pytest.mark.parametrize(
+    ("number", "status", "left"),
+    [(signal.SIGTERM, 143, 0), (signal.SIGHUP, 129, 0), (signal.SIGKILL, -9, 1)],
+)
+def test_a_signal_ends_the_command_and_what_it_started(number, status, left, tmp_path):
+    """As `trl-qurl doctor` in the middle of a trial, which has started a server. Nobody can end
+    what the command started after a kill.
+    """
     log = tmp_path / "log"
-    parent = run_child_in_a_process([sys.executable, "-c", SLEEPER], log)
-    while not (log.exists() and log.read_text().strip()):
-        time.sleep(0.05)
-    group = int(log.read_text())
-    assert len(group_members(group)) == 2
-    parent.send_signal(number)
-    assert parent.wait(30) == 128 + number
-    assert alone_after(group, 10)
-
-
-def run_child_in_a_process(command, log):
+    command = [sys.executable, "-c", SLEEPER]
     code = f"""
 from pathlib import Path
 from trl_qurl.lab.processes import run_child
 run_child({command!r}, Path({str(log)!r}), print, every=600)
 """
-    return subprocess.Popen([sys.executable, "-c", code])
-
-
-def test_a_kernel_that_is_killed_takes_the_command_along(tmp_path):
-    kernel = run_child_in_a_process(["sleep", "600"], tmp_path / "log")
-    child = wait_for_child(Path(f"/proc/{kernel.pid}/task/{kernel.pid}/children"), "sleep\x00600")
-    kernel.kill()
-    kernel.wait()
-    assert alone_after(child, 10)
-
-
-def wait_for_child(children, command):
-    """The number of the only child, once it has become this command."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        for child in children.read_text().split():
-            if command in Path(f"/proc/{child}/cmdline").read_text():
-                return int(child)
+    parent = subprocess.Popen([sys.executable, "-c", code])
+    while not (log.exists() and log.read_text().strip()):
         time.sleep(0.05)
-    raise AssertionError("no process was started")
+    group = int(log.read_text())
+    assert len(group_members(group)) == 2
+    parent.send_signal(number)
+    assert parent.wait(30) == status
+    deadline = time.monotonic() + 10
+    while len(group_members(group)) > left and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(group_members(group)) == left
+    if left:
+        os.killpg(group, signal.SIGKILL)
 
 
 def test_the_last_lines_are_as_a_terminal_leaves_them(tmp_path):
@@ -104,6 +85,8 @@ def half(number):
         raise ValueError(f"{number} is odd")
     if number == 0:
         os._exit(3)
+    if number == 6:
+        atexit.register(os._exit, 5)  # when the process ends
     return number // 2
 
 
@@ -114,19 +97,8 @@ def test_a_call_returns_what_the_function_does_or_says_what_a_user_can_fix(
     places = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(places))
     assert call_in_child(half, 4, "lost", shows_output) == 2
+    assert call_in_child(half, 6, "lost", shows_output) == 3
     for number in (0, 3):
         with pytest.raises(ChildProcessError, match="lost"):
             call_in_child(half, number, "lost", shows_output)
     assert capfd.readouterr().err.strip().endswith("trl-qurl: error: 3 is odd")
-
-
-def late(number):
-    """For a call in a child: an answer, but the process fails when it ends."""
-    atexit.register(os._exit, 5)
-    return number
-
-
-def test_an_answer_counts_although_its_process_fails_afterward(monkeypatch):
-    places = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(places))
-    assert call_in_child(late, 7) == 7

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import time
 from contextlib import suppress
+from itertools import pairwise
 
 import pytest
 from documents import ROOT
@@ -58,7 +59,7 @@ while :; do sleep 0.05; done""",
 class Job:
     """One run of the script in a directory, on nodes n1, n2 and n3."""
 
-    def __init__(self, directory, *arguments, **variables):
+    def __init__(self, directory, arguments, variables):
         self.log = directory / "log"
         programs = directory / "programs"
         programs.mkdir(exist_ok=True)
@@ -70,22 +71,17 @@ class Job:
             ["bash", SCRIPT, *arguments],
             cwd=directory,
             env=environment | variables,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
             process_group=0,
         )
 
-    def lines(self) -> list[str]:
-        return self.log.read_text().splitlines() if self.log.exists() else []
-
-    def words(self, program: str) -> list[str]:
-        return self.log.with_suffix(f".{program}").read_text().splitlines()
+    def lines(self, program: str = "") -> list[str]:
+        """What was called, or the words that a program was given."""
+        path = self.log.with_suffix(program)
+        return path.read_text().splitlines() if path.exists() else []
 
     def options(self, program: str) -> dict[str, str]:
         """What a program was given, each word with the one behind it."""
-        words = self.words(program)
-        return dict(zip(words, words[1:], strict=False))
+        return dict(pairwise(self.lines(program)))
 
 
 @pytest.fixture
@@ -94,7 +90,7 @@ def start(tmp_path):
     jobs = []
 
     def start(*arguments, **variables):
-        jobs.append(Job(tmp_path, *arguments, **variables))
+        jobs.append(Job(tmp_path, arguments, variables))
         return jobs[-1]
 
     yield start
@@ -108,15 +104,14 @@ def test_server_and_trainers_find_each_other_and_get_valid_options(start, tmp_pa
     job = start(
         "--max_steps", "5", TENSOR_PARALLEL="2", STATUS="7", SERVER_DIES="1", TRAINS_FOR="2"
     )
-    job.process.communicate(timeout=30)
-    assert job.process.returncode == 7, "the exit status of the training"
+    assert job.process.wait(30) == 7, "the exit status of the training"
     assert {"rank 0 on n1", "rank 1 on n2", "server ended"} <= set(job.lines())
     assert job.lines().count("server on n3") == 2 and "scontrol requeue 7" not in job.lines()
-    server = job.options("server")
+    server = job.options(".server")
     assert (server["--host"], server["--port"]) == ("10.0.0.3", "8000"), "not loopback"
     assert (server["--tensor-parallel-size"], server["--data-parallel-size"]) == ("2", "4")
     for rank in (0, 1):
-        trainer = job.options(f"rank{rank}")
+        trainer = job.options(f".rank{rank}")
         expected = {
             "--machine_rank": str(rank),
             "--num_machines": "2",
@@ -128,8 +123,8 @@ def test_server_and_trainers_find_each_other_and_get_valid_options(start, tmp_pa
             "--max_steps": "5",
         }
         assert expected.items() <= trainer.items()
-    check_trl_qurl(job.words("server"))
-    check_accelerate(job.words("rank0"))
+    check_trl_qurl(job.lines(".server"))
+    check_accelerate(job.lines(".rank0"))
 
 
 def test_a_job_near_its_time_limit_is_requeued_and_resumes(start, tmp_path):
@@ -139,17 +134,17 @@ def test_a_job_near_its_time_limit_is_requeued_and_resumes(start, tmp_path):
         assert time.monotonic() < deadline and job.process.poll() is None
         time.sleep(0.05)
     job.process.send_signal(signal.SIGUSR1)
-    job.process.communicate(timeout=30)
+    job.process.wait(30)
     *before, last = job.lines()
     assert last == "scontrol requeue 7" and "server ended" in before
     assert before.count("training ended") == 2
-    assert "--resume_from_checkpoint" not in job.words("rank0")
+    assert "--resume_from_checkpoint" not in job.lines(".rank0")
     for step in (9, 10, 11):
         checkpoint = tmp_path / "policy" / f"checkpoint-{step}"
         checkpoint.mkdir(parents=True)
         if step != 11:  # it was being saved when the job ended
             (checkpoint / "trainer_state.json").write_text("{}")
     again = start(SLURM_RESTART_COUNT="1")
-    again.process.communicate(timeout=30)
-    resumed = again.options("rank0")["--resume_from_checkpoint"]
+    again.process.wait(30)
+    resumed = again.options(".rank0")["--resume_from_checkpoint"]
     assert resumed == str(tmp_path / "policy" / "checkpoint-10")

@@ -2,13 +2,13 @@
 models.
 """
 
-import copy
 import math
 import re
 import warnings
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from support.dense_models import IDS, VARIANTS, dense_model, logits
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
@@ -17,16 +17,8 @@ from trl_qurl.quantization.uaq import recorded_scale, scale_model_
 from trl_qurl.trainers.callbacks import UpdateAwareQuantizationCallback
 
 
-def relative_change(before, after):
-    return ((after - before).abs().max() / before.abs().max()).item()
-
-
 def parameters(model):
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-
-
-def same(one, other):
-    return all(torch.equal(one[name], other[name]) for name in one.keys() | other.keys())
 
 
 @pytest.mark.parametrize("scale", [1.5, 3.0, 0.7])
@@ -34,38 +26,13 @@ def same(one, other):
 def test_logits_do_not_change(variant, scale):
     model = dense_model(variant)
     before = logits(model)
+    weight = [p for name, p in model.named_parameters() if re.search("q(kv)?_proj.weight", name)][0]
+    largest = weight.max().item()
     assert scale_model_(model, scale) is True
     assert recorded_scale(model) == scale
-    assert relative_change(before, logits(model)) < 1e-5
-
-
-def mlp_norm(variant):
-    if variant.startswith("cohere"):
-        return "input_layernorm"
-    return (
-        "pre_feedforward_layernorm"
-        if variant in ("gemma2", "gemma3_text")
-        else "post_attention_layernorm"
-    )
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_gains_double_their_layers_halve_and_nothing_else_changes(variant):
-    # Unchanged: biases, o_proj, down_proj, q/k norms, norms after a block, the last norm, embedding
-    # and head.
-    model = dense_model(variant)
-    before = parameters(model)
-    scale_model_(model, 2.0)
-    offset = 1.0 if variant.startswith("gemma") else 0.0
-    for name, parameter in model.named_parameters():
-        expected = before[name]
-        if re.search(
-            r"layers\.\d\.(self_attn\.(q|k|v|qkv)_proj|mlp\.(gate|up|gate_up)_proj)\.weight", name
-        ):
-            expected = expected / 2
-        elif re.search(rf"layers\.\d\.(input_layernorm|{mlp_norm(variant)})\.weight", name):
-            expected = 2 * expected + offset  # 2 (offset + w) − offset
-        assert torch.equal(parameter, expected), name
+    assert weight.max().item() == pytest.approx(largest / scale)
+    after = logits(model)
+    assert ((after - before).abs().max() / before.abs().max()).item() < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -79,14 +46,11 @@ def test_gains_double_their_layers_halve_and_nothing_else_changes(variant):
 )
 def test_half_precision_warns_unless_scaling_is_exact(variant, scale, dtype, is_exact):
     model = dense_model(variant, dtype)
-    before = logits(model)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         scale_model_(model, scale)
     assert [warning.filename for warning in caught] == ([] if is_exact else [__file__])
     assert is_exact or re.search(f'{dtype}.*"dtype": "float32"', str(caught[0].message))
-    if scale == 2.0 and is_exact:
-        assert torch.equal(logits(model), before)
 
 
 def test_the_same_scale_again_does_nothing_and_another_is_refused():
@@ -98,7 +62,7 @@ def test_the_same_scale_again_does_nothing_and_another_is_refused():
         ValueError, match=r"scale 2\.0.*already scaled by 1\.5.*load the unscaled model"
     ):
         scale_model_(model, 2.0)
-    assert same(parameters(model), scaled)
+    torch.testing.assert_close(parameters(model), scaled, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.5, math.inf, math.nan])
@@ -134,10 +98,9 @@ def store_as_int8(layer):
             lambda layer: setattr(layer.self_attn.v_proj.weight, "data", torch.empty(0)),
             r"layers\.1\.self_attn\.v_proj.*not in memory",
         ),
-        (lambda layer: layer.mlp.gate_proj.to("meta"), r"layers\.1\.mlp\.gate_proj.*not in memory"),
         (store_as_int8, r"layers\.1\.mlp\.gate_proj.*int8"),
     ],
-    ids=["fused", "empty shard", "on meta", "int8"],
+    ids=["fused", "empty shard", "int8"],
 )
 def test_one_unusable_layer_stops_it_before_anything_changes(break_layer, message):
     model = dense_model()
@@ -145,7 +108,7 @@ def test_one_unusable_layer_stops_it_before_anything_changes(break_layer, messag
     first_layer = parameters(model.model.layers[0])
     with pytest.raises(ValueError, match=message):
         scale_model_(model, 1.5)
-    assert same(parameters(model.model.layers[0]), first_layer)
+    torch.testing.assert_close(parameters(model.model.layers[0]), first_layer, rtol=0, atol=0)
     assert recorded_scale(model) == 1.0
 
 
@@ -160,42 +123,20 @@ def test_no_layer_found_is_an_error():
 
 
 def test_adapters_are_refused():
-    peft = pytest.importorskip("peft")
-    lora = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
     with pytest.raises(ValueError, match=r"PEFT.*uaq_scale=1\.0"):
-        scale_model_(peft.get_peft_model(dense_model(), lora), 1.5)
+        scale_model_(get_peft_model(dense_model(), lora), 1.5)
     injected = dense_model()
     injected.add_adapter(lora)
     with pytest.raises(ValueError, match="without adapters"):
         scale_model_(injected, 1.5)
 
 
-def trainer(model, folder, callback):
-    dataset = [{"input_ids": row, "labels": row} for row in IDS.repeat(4, 1)]
-    args = TrainingArguments(
-        output_dir=str(folder), max_steps=2, per_device_train_batch_size=2, save_steps=1, learning_rate=1e-2,
-        lr_scheduler_type="constant", use_cpu=True, report_to=[], disable_tqdm=True, seed=0,
-    )  # fmt: skip
-    return Trainer(
-        model=model, args=args, train_dataset=dataset, callbacks=[callback] if callback else None
-    )
-
-
-def test_resuming_does_not_scale_again(tmp_path):
-    start = dense_model("qwen2")
-    callback = UpdateAwareQuantizationCallback(1.5)
-    straight = trainer(copy.deepcopy(start), tmp_path / "straight", callback)
-    straight.train()
-    resumed = trainer(copy.deepcopy(start), tmp_path / "resumed", callback)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "straight" / "checkpoint-1"))
-    assert resumed.state.global_step == straight.state.global_step == 2
-    torch.testing.assert_close(parameters(resumed.model), parameters(straight.model))
-    checkpoint = AutoModelForCausalLM.from_pretrained(tmp_path / "straight" / "checkpoint-2")
-    assert recorded_scale(checkpoint) == 1.5
-
-
 def test_a_callback_added_too_late_is_an_error(tmp_path):
-    late = trainer(dense_model(), tmp_path, None)
+    """What is added in time is resumed in test_resume.py."""
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], max_steps=1)
+    rows = [{"input_ids": row, "labels": row} for row in IDS]
+    late = Trainer(dense_model(), args, train_dataset=rows)
     late.add_callback(UpdateAwareQuantizationCallback(1.5))
     with pytest.raises(RuntimeError, match=r"callbacks=\[\.\.\.\]"):
         late.train()

@@ -115,14 +115,16 @@ def tiny_model(
         "bos_token_id": None,
     }
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings | overrides))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias") or "norm" in name:
-                parameter.add_(0.1 * torch.randn_like(parameter))
-        for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
-                buffer.add_(0.1 * torch.randn_like(buffer))
+    move_from_start(model)
     return model.to(dtype)
+
+
+@torch.no_grad()
+def move_from_start(model: PreTrainedModel) -> None:
+    """Move biases and norm gains off their neutral start."""
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if name.endswith("bias") or "norm" in name:
+            tensor.add_(0.1 * torch.randn_like(tensor))
 
 
 def save_tokenizer(

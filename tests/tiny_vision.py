@@ -11,7 +11,7 @@ import torch
 import transformers
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from tiny import VOCABULARY, tiny_tokenizer
+from tiny import VOCABULARY, move_from_start, tiny_tokenizer
 from transformers import (
     AutoConfig,
     AutoModelForImageTextToText,
@@ -62,6 +62,74 @@ TEMPLATE = (
 )
 
 
+SIGLIP = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+GRIDS = [[28, 56], [56, 28], [56, 56]]
+QWEN = {
+    "image_token_id": IDS["image"],
+    "video_token_id": IDS["video"],
+    "vision_start_token_id": IDS["start"],
+    "vision_end_token_id": IDS["end"],
+    "tie_word_embeddings": True,
+}
+QWEN_VISION = {"depth": 1, "num_heads": 2, "patch_size": 14}
+QWEN_LATER = QWEN_VISION | {"hidden_size": 32, "out_hidden_size": 128, "intermediate_size": 64}
+ROTARY = {"rope_theta": 10000.0, "type": "mrope", "mrope_section": [4, 6, 6]}
+ROTARY_3 = {
+    "rope_theta": 10000.0,
+    "rope_type": "default",
+    "mrope_interleaved": True,
+    "mrope_section": [6, 5, 5],
+}
+LLAMA = {"model_type": "llama", **TEXT}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {
+        "text_config": TEXT | {"rope_scaling": ROTARY},
+        "vision_config": QWEN_VISION | {"embed_dim": 32, "hidden_size": 128, "mlp_ratio": 2},
+        **QWEN,
+    },
+    "qwen2_5_vl": {
+        "text_config": TEXT | {"rope_scaling": ROTARY},
+        "vision_config": QWEN_LATER | {"fullatt_block_indexes": [0], "window_size": 56},
+        **QWEN,
+    },
+    "qwen3_vl": {
+        "text_config": TEXT | {"rope_scaling": ROTARY_3},
+        "vision_config": QWEN_LATER
+        | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+        **QWEN,
+    },
+    "gemma3": {
+        "text_config": {**TEXT, "query_pre_attn_scalar": 32, "sliding_window": 64},
+        "vision_config": SIGLIP | {"vision_use_head": False},
+        "mm_tokens_per_image": 4,
+        "boi_token_index": IDS["before"],
+        "eoi_token_index": IDS["after"],
+        "image_token_index": IDS["image"],
+    },
+    "llava_next": {
+        "text_config": LLAMA,
+        "vision_config": SIGLIP
+        | {"model_type": "clip_vision_model", "projection_dim": 32, "num_hidden_layers": 2},
+        "image_token_index": IDS["image"],
+        "image_grid_pinpoints": GRIDS,
+    },
+    "smolvlm": {
+        "text_config": LLAMA,
+        "vision_config": SIGLIP,
+        "image_token_id": IDS["image"],
+        "scale_factor": 2,
+    },
+}
+"""By `model_type`."""
+
+
 def vision_tokenizer(**named: str) -> PreTrainedTokenizerFast:
     """One token per printable ASCII character, and those around a picture, named as a processor
     asks for them.
@@ -79,11 +147,8 @@ def tiny_vision_model(family: str, seed: int = 0) -> PreTrainedModel:
     published ones are.
     """
     torch.manual_seed(seed)
-    model = AutoModelForImageTextToText.from_config(VISION_FAMILIES[family][0]())
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias") or "norm" in name:
-                parameter.add_(0.1 * torch.randn_like(parameter))
+    model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(family, **CONFIGS[family]))
+    move_from_start(model)
     tower = "vision_tower.vision_model." if family in ("gemma3", "llava_next") else "vision_tower."
     with tempfile.TemporaryDirectory() as directory:
         model.save_pretrained(directory)
@@ -99,53 +164,12 @@ def vision_processor(family: str) -> Any:
     """The processor of a family; Qwen's and SmolVLM's need torchvision, and SmolVLM's also
     num2words.
     """
-    return VISION_FAMILIES[family][1]()
+    return VISION_FAMILIES[family]()
 
 
 def picture(shade: int = 100) -> Image.Image:
     """A plain square of one gray."""
     return Image.new("RGB", (56, 56), (shade, shade, 255 - shade))
-
-
-def _qwen(family: str, vision: dict[str, Any], rotary: dict[str, Any]) -> Any:
-    return AutoConfig.for_model(
-        family,
-        text_config={**TEXT, "rope_scaling": {"rope_theta": 10000.0, **rotary}},
-        vision_config={"depth": 1, "num_heads": 2, "patch_size": 14, **vision},
-        image_token_id=IDS["image"],
-        video_token_id=IDS["video"],
-        vision_start_token_id=IDS["start"],
-        vision_end_token_id=IDS["end"],
-        tie_word_embeddings=True,
-    )
-
-
-def _qwen2_vl() -> Any:
-    vision = {"embed_dim": 32, "hidden_size": 128, "mlp_ratio": 2}
-    return _qwen("qwen2_vl", vision, {"type": "mrope", "mrope_section": [4, 6, 6]})
-
-
-def _qwen2_5_vl() -> Any:
-    vision = {
-        "hidden_size": 32,
-        "out_hidden_size": 128,
-        "intermediate_size": 64,
-        "fullatt_block_indexes": [0],
-    }
-    return _qwen(
-        "qwen2_5_vl", vision | {"window_size": 56}, {"type": "mrope", "mrope_section": [4, 6, 6]}
-    )
-
-
-def _qwen3_vl() -> Any:
-    vision = {
-        "hidden_size": 32,
-        "out_hidden_size": 128,
-        "intermediate_size": 64,
-        "deepstack_visual_indexes": [0],
-    }
-    rotary = {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [6, 5, 5]}
-    return _qwen("qwen3_vl", vision | {"num_position_embeddings": 16}, rotary)
 
 
 def _qwen_processor(kind: str, videos: str) -> Any:
@@ -165,47 +189,12 @@ def _qwen_processor(kind: str, videos: str) -> Any:
     )
 
 
-SIGLIP = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 28,
-    "patch_size": 14,
-}
-
-GRIDS = [[28, 56], [56, 28], [56, 56]]
-
-
-def _gemma3() -> Any:
-    return AutoConfig.for_model(
-        "gemma3",
-        text_config={**TEXT, "query_pre_attn_scalar": 32, "sliding_window": 64},
-        vision_config=SIGLIP | {"vision_use_head": False},
-        mm_tokens_per_image=4,
-        boi_token_index=IDS["before"],
-        eoi_token_index=IDS["after"],
-        image_token_index=IDS["image"],
-    )
-
-
 def _gemma3_processor() -> Any:
     return transformers.Gemma3Processor(
         image_processor=transformers.Gemma3ImageProcessorPil(size={"height": 28, "width": 28}),
         tokenizer=vision_tokenizer(image_token="image", boi_token="before", eoi_token="after"),
         chat_template=TEMPLATE.replace("IMAGE", SPECIAL["before"]),
         image_seq_length=4,
-    )
-
-
-def _llava_next() -> Any:
-    return AutoConfig.for_model(
-        "llava_next",
-        text_config={"model_type": "llama", **TEXT},
-        vision_config=SIGLIP
-        | {"model_type": "clip_vision_model", "projection_dim": 32, "num_hidden_layers": 2},
-        image_token_index=IDS["image"],
-        image_grid_pinpoints=GRIDS,
     )
 
 
@@ -222,16 +211,6 @@ def _llava_next_processor() -> Any:
         image_token=SPECIAL["image"],
         num_additional_image_tokens=1,
         chat_template=TEMPLATE.replace("IMAGE", SPECIAL["image"]),
-    )
-
-
-def _smolvlm() -> Any:
-    return AutoConfig.for_model(
-        "smolvlm",
-        text_config={"model_type": "llama", **TEXT},
-        vision_config=SIGLIP,
-        image_token_id=IDS["image"],
-        scale_factor=2,
     )
 
 
@@ -253,15 +232,12 @@ def _smolvlm_processor() -> Any:
     )
 
 
-VISION_FAMILIES: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
-    "qwen2_vl": (_qwen2_vl, lambda: _qwen_processor("Qwen2VLProcessor", "Qwen2VLVideoProcessor")),
-    "qwen2_5_vl": (
-        _qwen2_5_vl,
-        lambda: _qwen_processor("Qwen2_5_VLProcessor", "Qwen2VLVideoProcessor"),
-    ),
-    "qwen3_vl": (_qwen3_vl, lambda: _qwen_processor("Qwen3VLProcessor", "Qwen3VLVideoProcessor")),
-    "gemma3": (_gemma3, _gemma3_processor),
-    "llava_next": (_llava_next, _llava_next_processor),
-    "smolvlm": (_smolvlm, _smolvlm_processor),
+VISION_FAMILIES: dict[str, Callable[[], Any]] = {
+    "qwen2_vl": lambda: _qwen_processor("Qwen2VLProcessor", "Qwen2VLVideoProcessor"),
+    "qwen2_5_vl": lambda: _qwen_processor("Qwen2_5_VLProcessor", "Qwen2VLVideoProcessor"),
+    "qwen3_vl": lambda: _qwen_processor("Qwen3VLProcessor", "Qwen3VLVideoProcessor"),
+    "gemma3": _gemma3_processor,
+    "llava_next": _llava_next_processor,
+    "smolvlm": _smolvlm_processor,
 }
-"""By `model_type`: how to make a config, and a processor."""
+"""By `model_type`: how to make a processor."""

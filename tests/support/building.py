@@ -4,6 +4,7 @@ from datasets import Dataset
 from tiny import tiny_model, tiny_tokenizer
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
+from support.configs import PLAIN
 from trl_qurl import (
     QuRLGRPOConfig,
     QuRLGRPOTrainer,
@@ -23,9 +24,7 @@ KINDS = {
 CONFIGS = dict(KINDS.values())
 TRLS = {GRPOTrainer: GRPOConfig, RLOOTrainer: RLOOConfig}
 SETTINGS = {
-    "use_cpu": True,
-    "bf16": False,
-    "report_to": [],
+    **PLAIN,
     "num_generations": 2,
     "steps_per_generation": 2,
     "max_steps": 1,
