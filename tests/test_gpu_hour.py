@@ -86,43 +86,64 @@ def test_the_pages_show_what_is_stored(report):
         assert report.with_block(page.read_text(), text) == page.read_text()
 
 
+PAGES = """\
+**NVIDIA X**, 2026-11-27, commit abc, :
+
+| model | answers | text | rollouts | tokens per second | min-max | times as fast | host, us a token |
+| --- | --- | --- | --- | --- | --- | --- | --- |
+| 7B | 64 | yes | bf16 | 8,192 | 8,192-32,768 | 1.00 | 20.0 |
+| 7B | 64 | yes | int8 | 16,384 | 8,192-32,768 | 2.00 | 12.2 |
+
+| model | answers | rollouts | decoding step, ms | its kernels, ms | share |
+| --- | --- | --- | --- | --- | --- |
+| 7B | 64 | int8 | 5.00 | 4.00 | 80% |
+
+| model | tokens | rollouts | step, s | sync | generate | logps | update | speed-up over bf16 | over plain TRL |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |
+| 0.5B | 512 | bf16 | 2.00 | – | 0.50 | – | 1.25 | 1.00 | – |
+
+**NVIDIA X**, 2026-11-27, commit abc, :
+
+| format | trial | kernels | runner | off a new engine, nats | advice |
+| --- | --- | --- | --- | --- | --- |
+| int8 | train-int8 | Cutlass | V2 | 0.0e+00 |  |
+
+## Steps in turns (trl-qurl bench)
+
+| model | rollouts | step, s | sync | rollout | update | host, us a token |
+| --- | --- | --- | --- | --- | --- | --- |
+| 0.5B | INT8 | 8.00 | 1.00 | 4.00 | 3.00 | 10.0 |"""
+
+
 def test_results_fill_the_pages(report, tmp_path):
-    """Figures of some parts, written by their scripts, on a made-up card."""
+    """Figures of some parts, written by their scripts, on a made-up card. 64 x 256 = 16,384 tokens
+    in 1 or 2 s; of the latter, 0.32768 s are 20 us a token.
+    """
     trial = {"format": "int8", "name": "train-int8", "status": "ok", "text": "", "advice": ""}
     trial["data"] = {"kernels": ["Cutlass"], "runner": "V2", "distance": 0.0}
     rollout = {"answers": 64, "text": True, "rollouts": [], "fastest_s": 0.5, "slowest_s": 2.0}
-    # 64 x 256 = 16,384 tokens in 1 or 2 s; of the latter, 0.32768 s are 20 us a token
     cells = [{"way": "bf16", **rollout, "rollout_s": 2.0, "host_s": 0.32768}]
     cells += [{"way": "int8", **rollout, "rollout_s": 1.0, "host_s": 0.2}]
     cells += [{"way": "int8", "answers": 64, "wall_ms": 5.0, "kernel_ms": 4.0}]
-    host = {"protocol": {"tokens": 256}, "cells": cells}
-    figures = {
-        "host-7B": ("host", "record.json", host),
-        "reload": ("reload", "record.json", {"kernels": {}, "trials": [trial]}),
-        "steps-0.5B-512-int8": ("steps", "record.json", {"load": LOAD, "cells": [STEP]}),
+    taken = {"step": 8.0, "sync": 1.0, "rollout": 4.0, "host": 0.16384, "update": 3.0}
+    bench = {"way": "steps in turns", "load": {"batch": 64, "completion_len": 256}}
+    bench |= {"steps": {"int8": [taken]}, "failures": {"fp8": "no"}}
+    files = {
+        "host-7B": {"protocol": {"tokens": 256}, "cells": cells},
+        "reload": {"kernels": {}, "trials": [trial]},
+        "steps-0.5B-512-int8": {"load": LOAD, "cells": [STEP]},
+        "bench-0.5B": bench,
     }
     parts = {}
-    for name, (kind, file, content) in figures.items():
+    for name, content in files.items():
+        kind = name.split("-")[0]
+        file = "bench.json" if kind == "bench" else "record.json"
         (tmp_path / file).write_text(json.dumps(content))
         parts[name] = {"figures": report.read_figures(kind, tmp_path)}
     record = {"hardware": "NVIDIA X", "date": "2026-11-27", "commit": "abc", "versions": {}}
-    performance, choosing = report.page_texts([record | {"parts": parts}]).values()
-    assert "**NVIDIA X**, 2026-11-27, commit abc" in performance
-    assert "| 7B | 64 | yes | bf16 | 8,192 | 8,192-32,768 | 1.00 | 20.0 |" in performance
-    assert "| 7B | 64 | yes | int8 | 16,384 | 8,192-32,768 | 2.00 | 12.2 |" in performance
-    assert "| 7B | 64 | int8 | 5.00 | 4.00 | 80% |" in performance
-    assert "| 0.5B | 512 | bf16 | 2.00 |" in performance
-    assert "| int8 | train-int8 | Cutlass | V2 | 0.0e+00 |" in choosing
-
-
-def test_the_steps_of_bench_are_a_table(report):
-    """64 x 256 tokens, of whose rollout 0.16384 s are the host's: 10 us a token."""
-    taken = {"step": 8.0, "sync": 1.0, "rollout": 4.0, "host": 0.16384, "update": 3.0}
-    result = {"way": "steps in turns", "load": {"batch": 64, "completion_len": 256}}
-    result |= {"steps": {"int8": [taken]}, "failures": {"fp8": "no"}}
-    figures = report.read_bench(result)
-    table = report.bench_table({"parts": {"bench-0.5B": {"figures": figures}}})
-    assert "| 0.5B | INT8 | 8.00 | 1.00 | 4.00 | 3.00 | 10.0 |" in table and "FP8" not in table
+    record["parts"] = parts
+    texts = [*report.page_texts([record]).values(), report.bench_table(record)]
+    assert "\n\n".join(texts) == PAGES
 
 
 def test_other_bits_are_named(monkeypatch):
