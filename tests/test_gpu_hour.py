@@ -22,12 +22,10 @@ HANG = "import time; time.sleep(600)"
 
 
 @pytest.fixture
-def gpu_hour(monkeypatch):
-    """The script as a module. These parts do not need vLLM."""
+def script(monkeypatch):
+    """Import a script as a module."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    module = importlib.import_module("gpu_hour")
-    monkeypatch.setattr(module, "PACKAGES", ())
-    return module
+    return importlib.import_module
 
 
 def python(code):
@@ -41,7 +39,9 @@ def measured(log, cell):
     return [*python(f"open({str(log)!r}, 'a').write('x'); {write}"), "{folder}"]
 
 
-def test_failures_are_recorded_and_a_second_run_repeats_only_them(gpu_hour, tmp_path, monkeypatch):
+def test_failures_are_recorded_and_a_second_run_repeats_only_them(script, tmp_path, monkeypatch):
+    gpu_hour = script("gpu_hour")
+    monkeypatch.setattr(gpu_hour, "PACKAGES", ())  # these parts need none
     log = tmp_path / "log"
     out = tmp_path / "out"
 
@@ -75,13 +75,8 @@ def test_failures_are_recorded_and_a_second_run_repeats_only_them(gpu_hour, tmp_
     assert {"out/results.md", "out/steps-0.5B-512-bf16/record.json"} <= {*names}
 
 
-@pytest.fixture
-def report(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("gpu_hour_report")
-
-
-def test_the_pages_show_what_is_stored(report):
+def test_the_pages_show_what_is_stored(script):
+    report = script("gpu_hour_report")
     for page, text in report.page_texts(report.stored_records()).items():
         assert report.with_block(page.read_text(), text) == page.read_text()
 
@@ -115,10 +110,11 @@ PAGES = """\
 | 0.5B | INT8 | 8.00 | 1.00 | 4.00 | 3.00 | 10.0 |"""
 
 
-def test_results_fill_the_pages(report, tmp_path):
+def test_results_fill_the_pages(script, tmp_path):
     """Figures of some parts, written by their scripts, on a made-up card. 64 x 256 = 16,384 tokens
     in 1 or 2 s; of the latter, 0.32768 s are 20 us a token.
     """
+    report = script("gpu_hour_report")
     trial = {"format": "int8", "name": "train-int8", "status": "ok", "text": "", "advice": ""}
     trial["data"] = {"kernels": ["Cutlass"], "runner": "V2", "distance": 0.0}
     rollout = {"answers": 64, "text": True, "rollouts": [], "fastest_s": 0.5, "slowest_s": 2.0}
@@ -146,10 +142,9 @@ def test_results_fill_the_pages(report, tmp_path):
     assert "\n\n".join(texts) == PAGES
 
 
-def test_other_bits_are_named(monkeypatch):
+def test_other_bits_are_named(script, monkeypatch):
     """A device that rounds 3 up to 4, and one that hides a NaN."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    pack = importlib.import_module("gpu_pack")
+    pack = script("gpu_pack")
     assert pack.differences("int8", torch.bfloat16, "cpu") == []
     scheme = pack.get_scheme("int8")
     exact = type(scheme).quantize
@@ -182,10 +177,9 @@ class Core:
         return torch.ones(10).sum().item()
 
 
-def test_steps_are_timed_and_profiled(monkeypatch):
+def test_steps_are_timed_and_profiled(script):
     """The clock runs before the profiler starts; what follows both is not counted."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    host = importlib.import_module("gpu_host")
+    host = script("gpu_host")
     core = Core()
     profiled = host.ProfiledSteps(core, 3)
     with profiled:

@@ -398,8 +398,8 @@ def measured(warm_python, tmp_path_factory):
 @pytest.mark.vllm
 @pytest.mark.xdist_group("mismatch")
 @needs_vnni
-def test_the_command_says_what_rounding_does(measured):
-    _, printed, written = measured
+def test_the_command_says_what_rounding_does_and_lists_layers_for_training(measured):
+    directory, printed, written = measured
     assert "INT8: safe to train with" in printed
     assert "INT8, 2 finer" in printed
     assert list(written["formats"]) == ["none", "int8", "int8, 2 finer"]
@@ -411,13 +411,6 @@ def test_the_command_says_what_rounding_does(measured):
     weights = min(plain["value"], finer["value"])
     advice = "leave kv_cache_dtype out" if cache["value"] > weights else "fine beside the weights"
     assert f"Cache fp8: {advice}" in " ".join(printed.split())
-
-
-@pytest.mark.vllm
-@pytest.mark.xdist_group("mismatch")
-@needs_vnni
-def test_the_list_is_one_for_training(measured):
-    directory, printed, written = measured
     formats = {f"model.layers.0.mlp.{name}_proj": "none" for name in ("gate", "up")} | {"*": "int8"}
     assert written["choice"]["formats"] == formats
     path = directory / "new" / "out.yaml"

@@ -4,6 +4,7 @@ import math
 import re
 import threading
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 from transformers import (
@@ -120,56 +121,46 @@ def test_it_replaces_the_printer_of_transformers(before, after):
     assert [type(callback) for callback in handler.callbacks] == [DefaultFlowCallback, after]
 
 
-class Training:
-    """A trainer in its fifth step of nine; with an engine, three answers are not complete."""
-
-    def __init__(self, has_engine=True, is_first=True):
-        self.state = TrainerState(max_steps=9, global_step=4)
-        self.vllm_generation = SimpleNamespace()
-        if has_engine:
-            engine = SimpleNamespace(get_num_unfinished_requests=lambda: 3)
-            self.vllm_generation.llm = SimpleNamespace(llm_engine=engine)
-        self.is_world_process_zero = lambda: is_first
-
-
-class TwoMinutes:
-    """The event that ends the thread; its waits take no time."""
-
-    def __init__(self, state, steps):
-        self.waits = 0
-        self.state = state
-        self.steps = steps  # in each minute
-
-    def wait(self, seconds):
-        self.waits += 1
-        self.state.global_step += self.steps
-        return self.waits > 2
-
-    def set(self):
-        pass
+@pytest.fixture
+def trainer():
+    """In its fifth step of nine; with its engine, three answers are not complete."""
+    trainer = MagicMock(state=TrainerState(max_steps=9, global_step=4))
+    trainer.vllm_generation.llm.llm_engine.get_num_unfinished_requests.return_value = 3
+    return trainer
 
 
 @pytest.mark.parametrize(
-    ("training", "steps", "line"),
+    ("has_engine", "is_first", "steps", "line"),
     [
-        (Training(), 0, "DATE  step 5/9: 3 answers are not complete yet\n"),
-        (Training(has_engine=False), 0, "DATE  step 5/9\n"),
-        (Training(is_first=False), 0, ""),
-        (Training(), 1, ""),
+        (True, True, 0, "DATE  step 5/9: 3 answers are not complete yet\n"),
+        (False, True, 0, "DATE  step 5/9\n"),
+        (True, False, 0, ""),
+        (True, True, 1, ""),
     ],
 )
-def test_a_long_step_gets_a_dated_line(training, steps, line, monkeypatch, capsys):
-    ended = TwoMinutes(training.state, steps)
+def test_a_long_step_gets_a_dated_line(
+    has_engine, is_first, steps, line, trainer, monkeypatch, capsys
+):
+    trainer.is_world_process_zero.return_value = is_first
+    if not has_engine:
+        trainer.vllm_generation = object()
+    minutes = iter([False, False, True])
+
+    def wait(seconds):
+        trainer.state.global_step += steps
+        return next(minutes)
+
+    ended = SimpleNamespace(wait=wait, set=lambda: None)
     threads = SimpleNamespace(Event=lambda: ended, Thread=threading.Thread)
     monkeypatch.setattr(progress, "threading", threads)
-    with live_line(training):
+    with live_line(trainer):
         pass
     assert re.sub(r"^[\d-]{10} [\d:]{8}", "DATE", capsys.readouterr().out) == line
 
 
-def test_the_thread_ends_with_its_block():
+def test_the_thread_ends_with_its_block(trainer):
     before = threading.active_count()
-    with pytest.raises(KeyboardInterrupt), live_line(Training()):
+    with pytest.raises(KeyboardInterrupt), live_line(trainer):
         assert threading.active_count() == before + 1
         raise KeyboardInterrupt
     assert threading.active_count() == before
