@@ -39,32 +39,38 @@ def measured(log, cell):
     return [*python(f"open({str(log)!r}, 'a').write('x'); {write}"), "{folder}"]
 
 
+PARTS = """\
+ok steps-0.5B-512-bf16 ()
+failed sync-7B-int8 (int8: OSError: no kernel)
+failed tests (2 failed)
+failed sync-0.5B (Killed after 2 seconds.)
+skipped steps-7B-512-bf16 (Needs a GPU with 1000000 GB.)"""
+
+
 def test_failures_are_recorded_and_a_second_run_repeats_only_them(script, tmp_path, monkeypatch):
     gpu_hour = script("gpu_hour")
     monkeypatch.setattr(gpu_hour, "PACKAGES", ())  # these parts need none
     log = tmp_path / "log"
     out = tmp_path / "out"
 
-    def run(*parts):
-        plan = [gpu_hour.Part(name, command, 5) for name, command in parts]
-        plan += [gpu_hour.Part("sync-0.5B", ["-c", HANG], 0.1)]
-        plan += [gpu_hour.Part("steps-7B-512-bf16", [], 5, memory_gb=10**6)]
+    def run(tests):
+        plan = [
+            gpu_hour.Part("steps-0.5B-512-bf16", measured(log, STEP), 5),
+            gpu_hour.Part("sync-7B-int8", measured(log, FAILED), 5),
+            gpu_hour.Part("tests", python(tests), 5),
+            gpu_hour.Part("sync-0.5B", ["-c", HANG], 0.1),
+            gpu_hour.Part("steps-7B-512-bf16", [], 5, memory_gb=10**6),
+        ]
         monkeypatch.setattr(gpu_hour.Plan, "parts", lambda plan_of: plan)
         options = ["--rehearse", "--minutes", "2", "--archive", str(tmp_path / "all.tgz")]
         assert gpu_hour.main(["-o", str(out), *options]) == 1
-        record = json.loads((out / "results.json").read_text())["parts"]
-        assert record["sync-0.5B"]["status"] == "failed"
-        assert record["steps-7B-512-bf16"]["status"] == "skipped"
-        return record
+        parts = json.loads((out / "results.json").read_text())["parts"]
+        lines = [f"{part['status']} {name} ({part['reason']})" for name, part in parts.items()]
+        return parts, "\n".join(lines)
 
-    steps = ("steps-0.5B-512-bf16", measured(log, STEP))
-    syncs = ("sync-7B-int8", measured(log, FAILED))
-    first = run(steps, syncs, ("tests", python("print('2 failed'); sys.exit(3)")))
-    assert first["tests"]["reason"] == "2 failed"
-    assert first["sync-7B-int8"]["reason"] == "int8: OSError: no kernel"
-    assert first["sync-0.5B"]["reason"].startswith("Killed after")
-    second = run(steps, syncs, ("tests", python("print('2 passed')")))
-    assert second["tests"]["status"] == second["steps-0.5B-512-bf16"]["status"] == "ok"
+    assert run("print('2 failed'); sys.exit(3)")[1] == PARTS
+    second, said = run("print('2 passed')")
+    assert said == PARTS.replace("failed tests (2 failed)", "ok tests ()")
     assert log.read_text() == "xxx", "the step was measured once, and the failed part twice"
     assert second["steps-0.5B-512-bf16"]["figures"]["cells"] == [STEP | LOAD]
     assert str(out) not in json.dumps(second), "results that are posted show no private paths"

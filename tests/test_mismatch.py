@@ -9,12 +9,11 @@ import pytest
 import torch
 from conftest import completed, needs_avx512, needs_vnni
 from documents import ROOT
-from tiny import save_tiny, tiny_model, tiny_tokenizer, with_outliers
+from tiny import save_tiny, tiny_model, with_outliers
 
 from benchmarks.large_keys import enlarge_keys
 from trl_qurl import cli
 from trl_qurl.lab.evaluation.scores import Estimate
-from trl_qurl.lab.evaluation.tasks import encode_prompt
 from trl_qurl.lab.mismatch import finer
 from trl_qurl.lab.mismatch.engines import Answer, score
 from trl_qurl.lab.mismatch.prompts import BUILT_IN, load_prompts
@@ -40,18 +39,6 @@ def scored(*answers):
     ]
 
 
-def test_the_estimate_finds_the_kl_of_normal_log_ratios():
-    """E[ρ] = 1 as for samples of the engine; the KL is σ² / 2."""
-    generator = torch.Generator().manual_seed(0)
-    noise = 0.2 * torch.randn(400, 64, generator=generator, dtype=torch.float64)
-    found = measure(scored(*(noise - 0.02)))
-    assert found.kl_k3.low < 0.02 < found.kl_k3.high
-    assert (found.answers, found.tokens) == (400, 400 * 64)
-    assert found.ess == pytest.approx(math.exp(-0.04), abs=0.01)
-    assert found.ratio_quantiles[0.5] == pytest.approx(math.exp(-0.02), abs=0.01)
-    assert found.ratio_quantiles[0.99] == pytest.approx(math.exp(-0.02 + 0.2 * 2.326), rel=0.02)
-
-
 def test_the_interval_holds_the_truth_where_questions_differ():
     """In each of 300 measurements of 16 questions, of four answers each, the KL of a question is
     exponential with a mean of .045, and the scatter of log ρ with it.
@@ -69,17 +56,15 @@ def test_the_interval_holds_the_truth_where_questions_differ():
 
 
 @pytest.mark.parametrize(
-    ("answers", "name", "expected"),
+    ("answers", "expected"),
     [
         # Float32's own rounding of ρ, 6e-8, is as large as this KL times a thousand.
-        ([[1e-5, -1e-5]], "kl_k3", 0.5e-10),
-        ([[1.0], [0.0] * 9], "kl_k3", (math.e - 2) / 10),  # answers count by their tokens
-        ([[0.0, 0.5, 0.8, -1.0]], "capped_share", 0.25),  # of ρ = 1, 1.6, 2.2 and 0.4
+        ([[1e-5, -1e-5]], 0.5e-10),
+        ([[1.0], [0.0] * 9], (math.e - 2) / 10),  # answers count by their tokens
     ],
 )
-def test_figures_worked_out_by_hand(answers, name, expected):
-    found = getattr(measure(scored(*answers)), name)
-    assert getattr(found, "value", found) == pytest.approx(expected, rel=1e-4)
+def test_a_kl_worked_out_by_hand(answers, expected):
+    assert measure(scored(*answers)).kl_k3.value == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize(("answers", "named"), [([[math.nan, 0.0]], "not finite"), ([], "empty")])
@@ -115,18 +100,12 @@ def test_prompts_come_from_the_package_a_text_or_a_task(tmp_path):
     assert message["content"].startswith("1+1?")
 
 
-def test_a_plain_text_stays_as_it_is_without_a_chat_template():
-    tokenizer = tiny_tokenizer()
-    assert encode_prompt(tokenizer, "1+1=") == tokenizer("1+1=")["input_ids"]
-    tokenizer.chat_template = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
-    assert encode_prompt(tokenizer, "1+1=") == tokenizer("[1+1=]")["input_ids"]
-
-
 # What is said
 # --------------------------------------------------------------------------------------------------
 
 
 def mismatch_of(low, value, high):
+    """With ρ = 1, 1.6, 2.2 and 0.4: a quarter is above the cap."""
     return replace(measure(scored([0.0, 0.5, 0.8, -1.0])), kl_k3=Estimate(value, low, high))
 
 

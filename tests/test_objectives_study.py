@@ -3,6 +3,7 @@
 import copy
 import math
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -147,29 +148,24 @@ def test_each_token_is_sampled_by_the_weights_of_its_time():
         ids = [[int(engine["weight"])] * generation.max_completion_length for _ in prompts]
         return Completions(prompts, ids, [[[-1.0]] * len(row) for row in ids], None)
 
-    generation = SimpleNamespace(
-        max_completion_length=8,
-        generate_from_sent=answer,
-        sync_weights=lambda: engine.update(weight=policy.weight.item()),
-    )
-    callbacks = []
-    trainer = SimpleNamespace(
-        vllm_generation=generation,
-        model=policy,
-        processing_class=SimpleNamespace(eos_token_id=12),
-        add_callback=callbacks.append,
-    )
+    trainer = MagicMock(model=policy)
+    trainer.processing_class.eos_token_id = 12
+    generation = trainer.vllm_generation
+    generation.max_completion_length = 8
+    generation.generate_from_sent = answer
+    generation.sync_weights = lambda: engine.update(weight=policy.weight.item())
     update_in_flight(trainer, 2)
-    [callback] = callbacks
+    [[callback]] = [call.args for call in trainer.add_callback.call_args_list]
     sampled = []
     for weight in (10.0, 11.0, 12.0, 13.0, 14.0):  # a step each, before three a rollout
         policy.weight.data.fill_(weight)
         callback.on_step_begin(None, None, None, model=policy)
         if weight in (10.0, 12.0, 14.0):
             sampled.append(generation.generate(prompts=[[5], [6]]))
-    first, second, last = sampled
-    assert first.completion_ids == [[10] * 8] * 2  # no update precedes it
-    assert second.completion_ids == [[10] * 4 + [11] * 4] * 2
-    assert second.logprobs == [[[-1.0]] * 8] * 2 and second.prompt_ids == [[5], [6]]
-    assert last.completion_ids == [[12] * 4] * 2  # ended, so nothing follows
+    assert [rollout.completion_ids for rollout in sampled] == [
+        [[10] * 8] * 2,  # no update precedes it
+        [[10] * 4 + [11] * 4] * 2,
+        [[12] * 4] * 2,  # ended, so nothing follows
+    ]
+    assert sampled[1].logprobs == [[[-1.0]] * 8] * 2 and sampled[1].prompt_ids == [[5], [6]]
     assert policy.weight.item() == 14.0 and generation.max_completion_length == 8

@@ -267,25 +267,16 @@ def my_rewards(tmp_path, monkeypatch):
 
 
 def test_reward_functions_by_name_and_by_path(my_rewards):
-    names = [
-        f"{my_rewards}.level_reward",
-        "accuracy_reward",
-        "think_format_reward",
-        "get_soft_overlong_punishment",
-        "trl.rewards.accuracy_reward",
-    ]
-    mine, ours, think, overlong, theirs = load_rewards(names)
+    named = "accuracy_reward think_format_reward get_soft_overlong_punishment"
+    names = f"{my_rewards}.level_reward {named} trl.rewards.accuracy_reward"
+    mine, ours, think, overlong, theirs = load_rewards(names.split())
     assert mine([], level=[2]) == [2]
     assert ours is grading.accuracy_reward and theirs is not ours
     assert think.__name__ == "think_format_reward"
     assert overlong(completion_ids=[[0] * 1024, [0] * 1280]) == [0.0, -1.0], "as with TRL's command"
     Path("unfinished_rewards.py").write_text("def length(:")
-    for wrong in (
-        "acuracy_reward",
-        "no_such_module.length",
-        f"{my_rewards}.__name__",
-        "unfinished_rewards.length",
-    ):
+    wrong_names = "acuracy_reward no_such_module.length unfinished_rewards.length"
+    for wrong in (*wrong_names.split(), f"{my_rewards}.__name__"):
         with pytest.raises(ValueError, match=rf"--reward_funcs {wrong} .* give the .*path"):
             load_rewards([wrong])
 
