@@ -149,7 +149,9 @@ def test_the_picture_has_the_stored_runs(monkeypatch):
     for algorithm in ("GRPO", "PPO"):
         outcome.draw_outcome(run_of([0.5], algorithm=algorithm), Path())
     (accuracy, kl), (alone, _) = drawn
-    exact, ours, wrong = accuracy.lines
-    assert [final_value(*accuracy.lines[label]) > 0.7 for label in (exact, wrong)] == [True, False]
-    assert ours.startswith("INT8") and [*alone.lines] == [ours]
-    assert kl.logarithmic
+    assert {label: final_value(*line) > 0.7 for label, line in accuracy.lines.items()} == {
+        "16 bits (stored run)": True,
+        "INT8 (this run)": False,
+        "3 bits with the wrong ratio, quantized_ratio (stored run)": False,
+    }
+    assert [*alone.lines] == ["INT8 (this run)"] and kl.logarithmic

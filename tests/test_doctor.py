@@ -65,11 +65,9 @@ def test_training_is_tried_and_its_engine_answers_as_a_new_one(warm_python):
         assert skipped == {"sleep"}
         assert "with a server on this CPU, weights by files" in found["server"]["text"]
         assert 0 < found["server"]["data"]["kl"] < 1e-3
-    assert "secret" not in done.stdout
-    assert "somebody" not in done.stdout
+    assert not re.search("secret|somebody|PATH_OF_MINE", done.stdout)
     variables = set(found["variables"]["text"].split(", "))
     assert {"HF_TOKEN (set)", "VLLM_API_KEY (set)", "HF_HOME (set)", "NCCL_DEBUG=WARN"} <= variables
-    assert "PATH_OF_MINE" not in found["variables"]["text"]
 
 
 def test_a_reader_that_has_seen_enough_is_no_error(warm_python):
@@ -111,9 +109,9 @@ def test_kernels_that_cannot_be_loaded(tmp_path):
     done = doctor("--json", "--scheme", "int8", LD_LIBRARY_PATH=str(tmp_path))
     found = lines_of(done)
     assert done.returncode == 1
-    assert found["formats"]["status"] == "FAILED"
-    assert "libnuma.so.1: file too short" in found["formats"]["text"]
-    assert "apt-get install libnuma1" in found["formats"]["advice"]
+    line = found["formats"]
+    assert line["status"] == "FAILED" and "libnuma.so.1: file too short" in line["text"]
+    assert "apt-get install libnuma1" in line["advice"]
     assert found["train-int8"]["status"] == "skipped"
 
 
@@ -152,8 +150,7 @@ def test_a_process_that_crashes_hangs_or_fails_is_a_line(
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
     seconds = 3.0 if "sleep" in torch_code else 60.0
     [line] = command.check_in_child("torch", "device", seconds)
-    assert line.name == "torch"
-    assert line.status == Status.FAILED
+    assert (line.name, line.status) == ("torch", Status.FAILED)
     assert re.match(text, line.text)
     assert advice in line.advice
 
@@ -163,10 +160,8 @@ def test_what_cannot_be_determined_says_so(monkeypatch):
         raise RuntimeError("no such file")
 
     monkeypatch.setattr(command, "INSPECTIONS", [check_memory])
-    line = next(command.examine([], quick=True))
-    assert line.name == "memory"
-    assert line.status == Status.NOTE
-    assert "no such file" in line.text
+    text = "could not be determined (RuntimeError: no such file)."
+    assert next(command.examine([], quick=True)) == Line("memory", text, Status.NOTE)
 
 
 @pytest.fixture
