@@ -44,7 +44,9 @@ def test_the_demo_compares_and_draws(algorithm, warm_python, tmp_path, monkeypat
     cache = str(tmp_path / "cache")
     environment = child_environment(TRL_QURL_CACHE=cache, PYTHONPATH=str(ROOT), COLUMNS="80")
     command = [warm_python, "-m", "trl_qurl", "demo", *options]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500
+    )
     # Two rollouts teach this policy nothing.
     assert done.returncode == 1, done.stderr[-4000:]
     assert "the demo failed: the policy's accuracy went from 0.000 to 0.000" in done.stderr
