@@ -42,18 +42,17 @@ def test_the_demo_compares_and_draws(algorithm, warm_python, tmp_path, monkeypat
 
     options = ["--algorithm", algorithm, "--rollouts", "2", "--output-dir", "out"]
     cache = str(tmp_path / "cache")
+    environment = child_environment(TRL_QURL_CACHE=cache, PYTHONPATH=str(ROOT), COLUMNS="80")
+    command = [warm_python, "-m", "trl_qurl", "demo", *options]
     done = subprocess.run(
-        [warm_python, "-m", "trl_qurl", "demo", *options],
-        cwd=tmp_path,
-        env=child_environment(TRL_QURL_CACHE=cache, PYTHONPATH=str(ROOT), COLUMNS="80"),
-        capture_output=True,
-        text=True,
-        timeout=500,
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500
     )
     # Two rollouts teach this policy nothing.
     assert done.returncode == 1, done.stderr[-4000:]
     assert "the demo failed: the policy's accuracy went from 0.000 to 0.000" in done.stderr
     printed = " ".join(done.stdout.split())
+    start = "Starting vLLM: its rollouts compute with INT8, the policy learns with 32 bits"
+    assert f"tiny-qwen2 {start}" in printed
     assert "of the actor's 512 greedy answers changed" in printed
     assert "solved 0.0% before and 0.0% after" in printed
     compared = "the stored 16-bit run solved" if algorithm == "grpo" else "no 16-bit run of"
@@ -63,6 +62,7 @@ def test_the_demo_compares_and_draws(algorithm, warm_python, tmp_path, monkeypat
 
     run = read_run(tmp_path / "out")
     assert run.settings["algorithm"] == algorithm.upper()
+    assert run.settings["objective"] == ("tis" if algorithm == "rloo" else "acr")
     assert len(run.series("critic/returns_mean")) == (2 if algorithm == "ppo" else 0)
     assert len(run.series("mismatch/kl_k3")) == len(run.series("expected_accuracy")) == 2
     rates = dict(run.series("throughput/generated_tokens_per_s"))

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from trl_qurl.cli import main
 from trl_qurl.lab.curves import final_value
-from trl_qurl.lab.demo import evaluate, outcome, task, warm_start
+from trl_qurl.lab.demo import evaluate, outcome, run, task, warm_start
+from trl_qurl.lab.processes import name_of_command
 from trl_qurl.lab.runs import Run
 
 TINY = warm_start.WarmStartSettings(target=0.0, max_updates=2, evaluate_every=1, batch_size=4)
@@ -17,20 +19,6 @@ TINY = warm_start.WarmStartSettings(target=0.0, max_updates=2, evaluate_every=1,
 @pytest.fixture(scope="module")
 def tokenizer():
     return task.build_tokenizer()
-
-
-def test_tokenizer_round_trip_through_disk(tokenizer, tmp_path):
-    from transformers import AutoTokenizer, Qwen2Config
-
-    Qwen2Config(vocab_size=task.VOCABULARY_SIZE).save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    # as TRL and vLLM load it, beside a model's config
-    loaded = AutoTokenizer.from_pretrained(tmp_path)
-    ids = loaded("123+456=9750<end>")["input_ids"]
-    # digits from 2, plus 12, equals 13, end 1
-    assert ids == [3, 4, 5, 12, 6, 7, 8, 13, 11, 9, 7, 2, 1]
-    assert loaded.decode(ids, skip_special_tokens=True) == "123+456=9750"
-    assert (loaded.pad_token_id, loaded.eos_token_id) == (0, 1)
 
 
 def test_splits_share_no_problem_in_either_order():
@@ -45,9 +33,12 @@ def test_splits_share_no_problem_in_either_order():
 
 
 def test_dataset_and_reward(tokenizer):
-    dataset = task.build_dataset([task.Problem(123, 456)], tokenizer)
-    assert dataset[0] == {"prompt": "123+456=", "answer_ids": [11, 9, 7, 2, 1]}
-    right = dataset[0]["answer_ids"]
+    # digits from 2, plus 12, equals 13, end 1
+    [ids] = task.encode_problems([task.Problem(123, 456)], tokenizer).tolist()
+    assert ids == [3, 4, 5, 12, 6, 7, 8, 13, 11, 9, 7, 2, 1]
+    right = ids[8:]
+    [row] = task.build_dataset([task.Problem(123, 456)], tokenizer)
+    assert row == {"prompt": "123+456=", "answer_ids": right}
     completions = [right, right[:4], [*right[:4], 0], [11, 9, 0, 7, 2], [11, 9, 7, 3, 1]]
     rewards = task.exact_match(completion_ids=completions, answer_ids=[right] * 5, prompts=None)
     assert rewards == [1.0] + [0.0] * 4
@@ -102,36 +93,54 @@ def run_of(accuracies, kl=0.0005, algorithm="GRPO", scheme="int8"):
     return Run(Path(), settings, rows)
 
 
-def test_what_it_says(monkeypatch):
-    stored = run_of([0.5, 0.6, 0.9], scheme=None)
-    monkeypatch.setattr(outcome, "read_run", {outcome.STORED: stored}.get)
-    # Of short runs, the last half counts.
-    accuracy, mismatch, cost = outcome.sentences(run_of([0.5, 0.75]), 0.4)
-    assert "40.0% before and 75.0% after" in accuracy
-    assert "0.0005 nats" in mismatch and "no objective made a difference" in mismatch
-    assert "16-bit run solved 60.0%. INT8 ended 15.0 points above" in cost  # of the first two
-    _, mismatch, cost = outcome.sentences(run_of([0.5, 0.55, 0.85], kl=0.001, scheme="fp8"), 0.4)
-    assert "growth is a warning" in mismatch and "no objective" not in mismatch
-    assert "16-bit run solved 75.0%. FP8 ended 5.0 points below" in cost
-    assert "no 16-bit run of PPO" in outcome.sentences(run_of([0.5], algorithm="PPO"), 0.4)[2]
-    assert outcome.find_shortfall(run_of([0.6]), 0.47, 0.2) is None
-    shortfall = outcome.find_shortfall(run_of([0.6]), 0.47, 0.4)
-    assert "from 0.470 to 0.600" in shortfall and "25%" in shortfall and "40%" in shortfall
+SAID = """\
+4 of the actor's 5 greedy answers changed: 2 became right, 1 wrong. The first:
+
+ sum       right before after
+ ────────────────────────────
+ 100 + 101   201      9   201
+ 100 + 102   202    202     9
+ 100 + 103   203      9     8
+ 100 + 104   204      9   204
+
+Accuracy: of sums that it never trained on, the policy solved 40.0% before and 75.0% after.
+Mismatch: rounding moves the actor, which samples, 0.0005 nats per token (KL) away from the policy, which learns. Below 0.001, no objective made a difference in our runs.
+Cost: after as many rollouts, the stored 16-bit run solved 60.0%. INT8 ended 15.0 points above; single runs differ by a few points by chance. Over ten seeds, INT8 ended 0.4 ± 1.6 points above.
+Log: new/out/run.jsonl
+Picture: new/out/demo.png
+Next, what rounding does to a chat model: trl-qurl mismatch HuggingFaceTB/SmolLM2-135M-Instruct
+"""
+FAILED = "trl-qurl: the demo failed: the policy's accuracy went from 0.400 to 0.750, which is 58% of its errors corrected; the demo requires at least 60%.\n"
+FP8 = """\
+Accuracy: of sums that it never trained on, the policy solved 40.0% before and 70.0% after.
+Mismatch: rounding moves the actor, which samples, 0.0010 nats per token (KL) away from the policy, which learns. From 0.001 on, the objective can matter, and growth is a warning.
+Cost: after as many rollouts, the stored 16-bit run solved 75.0%. FP8 ended 5.0 points below; single runs differ by a few points by chance. Over ten seeds, INT8 ended 0.4 ± 1.6 points above."""
+PPO = "Cost: no 16-bit run of PPO is stored. Repeat with --scheme none and another --output-dir, then compare: trl-qurl report DIR DIR"
 
 
-def test_it_shows_the_answers_that_changed():
+def test_what_it_says(tmp_path, monkeypatch, capsys):
+    """Of short runs, the last half counts: at first, two rollouts of the stored one."""
+    pytest.importorskip("matplotlib")
     pytest.importorskip("rich")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "300")
+    stored = run_of([0.5, 0.6, 0.9], scheme=None)
+    monkeypatch.setattr(outcome, "read_run", lambda path: stored)
     problems = [task.Problem(100, 100 + n) for n in range(5)]
     before = ["200", "9", "202", "9", "9"]
     after = ["200", "201", "9", "8", "204"]
-    said, table = outcome.changed_answers(outcome.Outcome(None, 0.0, problems, before, after), 3)
-    assert [[*column.cells] for column in table.columns] == [
-        ["100 + 101", "100 + 102", "100 + 103"],
-        ["201", "202", "203"],
-        ["9", "202", "9"],
-        ["201", "9", "8"],
-    ]
-    assert said.startswith("4 of the actor's 5 greedy answers changed: 2 became right, 1 wrong")
+    found = outcome.Outcome(run_of([0.5, 0.75]), 0.4, problems, before, after)
+    monkeypatch.setattr(run, "run_demo", lambda *given: found)
+    monkeypatch.setattr(run, "ENVIRONMENT", {})
+    command = ["demo", "--output-dir", "new/out", "--rollouts", "1"]
+    assert main(command) == 0
+    lines = [line.rstrip() for line in capsys.readouterr().out.split("\n")]
+    assert "\n".join(lines).replace(name_of_command(), "trl-qurl") == SAID
+    assert main([*command, "--required-share", "0.6"]) == 1
+    assert capsys.readouterr().err == FAILED
+    fp8 = run_of([0.5, 0.55, 0.85], kl=0.001, scheme="fp8")
+    assert "\n".join(outcome.sentences(fp8, 0.4)) == FP8
+    assert outcome.sentences(run_of([0.5], algorithm="PPO"), 0.4)[2] == PPO
 
 
 def test_the_picture_has_the_stored_runs(monkeypatch):
@@ -140,7 +149,9 @@ def test_the_picture_has_the_stored_runs(monkeypatch):
     for algorithm in ("GRPO", "PPO"):
         outcome.draw_outcome(run_of([0.5], algorithm=algorithm), Path())
     (accuracy, kl), (alone, _) = drawn
-    exact, ours, wrong = accuracy.lines
-    assert [final_value(*accuracy.lines[label]) > 0.7 for label in (exact, wrong)] == [True, False]
-    assert ours.startswith("INT8") and [*alone.lines] == [ours]
-    assert kl.logarithmic
+    assert {label: final_value(*line) > 0.7 for label, line in accuracy.lines.items()} == {
+        "16 bits (stored run)": True,
+        "INT8 (this run)": False,
+        "3 bits with the wrong ratio, quantized_ratio (stored run)": False,
+    }
+    assert [*alone.lines] == ["INT8 (this run)"] and kl.logarithmic

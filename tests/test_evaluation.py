@@ -5,18 +5,19 @@ ends.
 import json
 import math
 import os
-import subprocess
+from dataclasses import astuple
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import child_environment
+from conftest import completed
+from documents import ROOT
 from tiny import ENGINE, save_tiny, tiny_tokenizer
 
 from trl_qurl import cli
 from trl_qurl.lab.evaluation import worker
 from trl_qurl.lab.evaluation.callback import TaskEvaluationCallback
-from trl_qurl.lab.evaluation.results import Answers, build_table, summarize
+from trl_qurl.lab.evaluation.results import Answers
 from trl_qurl.lab.evaluation.scores import Z95, average_at_k, paired_difference
 from trl_qurl.lab.evaluation.tasks import encode_prompts, load_tasks
 from trl_qurl.lab.evaluation.worker import Job, answer_task, start
@@ -31,13 +32,10 @@ def test_the_interval_is_agresti_and_coulls():
     """10 of 30 right: (10 + 2) / (30 + 4) = 12/34, and z *
     sqrt(12/34 * 22/34 / 34) to each side.
     """
-    estimate = average_at_k([[question < 10] for question in range(30)])
     half = Z95 * math.sqrt(12 / 34 * 22 / 34 / 34)
-    assert estimate.value == pytest.approx(1 / 3)
-    assert (estimate.low, estimate.high) == pytest.approx((12 / 34 - half, 12 / 34 + half))
-    halves = average_at_k([[True, False], *[[True, True]] * 9])
-    assert average_at_k([[False]] * 9).low == 0
-    assert halves.value == pytest.approx(0.95) and 0 < halves.low < halves.high == 1
+    found = average_at_k([[question < 10] for question in range(30)])
+    assert astuple(found) == pytest.approx((1 / 3, 12 / 34 - half, 12 / 34 + half))
+    assert average_at_k([[True, False], *[[True, True]] * 9]).high == 1
 
 
 def test_a_difference_is_paired():
@@ -45,10 +43,9 @@ def test_a_difference_is_paired():
     theirs = [[True], [False], [False], [True]]
     # Differences 0, 1, 0, 0. With two more questions: mean 1/6, mean square (1 + 1) / 6, variance
     # 1/3 - 1/36 = 11/36, standard error sqrt(11/36 / 6).
-    estimate = paired_difference(ours, theirs)
     half = Z95 * math.sqrt(11 / 36 / 6)
-    assert estimate.value == 0.25
-    assert (estimate.low, estimate.high) == pytest.approx((1 / 6 - half, 1 / 6 + half))
+    found = paired_difference(ours, theirs)
+    assert astuple(found) == pytest.approx((0.25, 1 / 6 - half, 1 / 6 + half))
     with pytest.raises(ValueError):
         paired_difference(ours[:3], theirs)
 
@@ -57,53 +54,51 @@ def test_a_difference_is_paired():
 # --------------------------------------------------------------------------------------------------
 
 
-def write_questions(path, count=4, answer="7"):
-    path.parent.mkdir(exist_ok=True)
-    rows = [{"question": f"What is {number} + 1?", "answer": answer} for number in range(count)]
+def write_questions(path, answers):
+    rows = []
+    for number, answer in enumerate(answers):
+        rows.append({"question": f"What is {number} + 1?", "answer": answer})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 
 
 def test_local_files_are_tasks(tmp_path):
-    path = write_questions(tmp_path / "sums" / "test.jsonl")
+    path = write_questions(tmp_path / "test.jsonl", "7777")
     [task, named] = load_tasks([path, f"mine={path}"], limit=3)
-    assert task.name == "test"
-    assert len(task.prompts) == 3
-    assert task.solutions == ["$7$", "$7$", "$7$"]
-    assert named.name == "mine"
-    assert named.digest == task.digest
-    assert load_tasks([path])[0].digest != task.digest
+    assert (task.name, named.name) == ("test", "mine")
+    assert len(task.prompts) == 3 and task.solutions == ["$7$"] * 3
+    assert named.digest == task.digest != load_tasks([path])[0].digest
 
 
 @pytest.mark.parametrize(
     ("specs", "named"),
     [
-        (["gsm"], "'gsm'.*gsm8k, math500, aime24, amc23, minerva, olympiad"),
-        (["gsm8k/main/test:a:b:c"], "gsm8k, math500"),
-        (["=gsm8k"], "'=gsm8k'"),
-        (["name="], "'name='"),
-        (["a=owner/set", "a=owner/other"], "named a: .*name=source"),
-        ([], "gsm8k, math500"),
+        ("other=owner/absent gsm", "'gsm'.*gsm8k, math500, aime24, amc23, minerva, olympiad"),
+        ("other=owner/absent gsm8k/main/test:a:b:c", "gsm8k, math500"),
+        ("other=owner/absent =gsm8k", "'=gsm8k'"),
+        ("other=owner/absent name=", "'name='"),
+        ("a=owner/set a=owner/other", "named a: .*name=source"),
+        ("", "gsm8k, math500"),
     ],
 )
 def test_what_is_no_task_is_refused_before_anything_is_loaded(specs, named):
     with pytest.raises(ValueError, match=named):
-        load_tasks(["other=owner/absent", *specs] if specs else specs)
+        load_tasks(specs.split())
 
 
 @pytest.mark.parametrize(
     ("spec", "asked"),
     [
-        ("gsm8k", ("openai/gsm8k", "main", "test")),
-        ("aime24", ("HuggingFaceH4/aime_2024", None, "train")),
-        ("short=owner/set:hard:validation", ("owner/set", "hard", "validation")),
+        ("gsm8k", "openai/gsm8k main test"),
+        ("aime24", "HuggingFaceH4/aime_2024 None train"),
+        ("short=owner/set:hard:validation", "owner/set hard validation"),
     ],
 )
 def test_other_names_are_asked_of_the_hub(spec, asked, monkeypatch):
     import datasets
 
     def load_dataset(name, config=None, split=None):
-        assert (name, config, split) == asked
+        assert f"{name} {config} {split}" == asked
         return [{"problem": "p", "final_answer": ["1", "2"]}]
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
@@ -115,134 +110,112 @@ def test_other_names_are_asked_of_the_hub(spec, asked, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (["--scheme", "int4"], "int4"),
-        (["--scheme", "int8,int8"], "--scheme is int8,int8"),
-        (["--samples", "4"], "--temperature"),
-        (["--samples", "0"], "--samples is 0"),
-        (["--temperature", "-1"], "--temperature is -1"),
-        (["--top-p", "1.1"], "--top-p is 1.1"),
+        ("--scheme int4", "int4"),
+        ("--scheme int8,int8", "--scheme is int8,int8"),
+        ("--scheme fp8", "need a GPU of compute capability 8.9"),
+        ("--samples 4", "--temperature"),
+        ("--samples 0", "--samples is 0"),
+        ("--temperature -1", "--temperature is -1"),
+        ("--top-p 1.1", "--top-p is 1.1"),
     ],
 )
-def test_bad_arguments_are_refused_first(options, named, tmp_path, capsys):
-    out = tmp_path / "out"
-    command = ["eval", "absent", "--tasks", "absent/set", "--output-dir", str(out)]
-    assert cli.main([*command, *options]) == 2
+def test_bad_arguments_are_refused_first(options, named, tmp_path, capsys, monkeypatch):
+    """On an A100."""
+    monkeypatch.setattr(hardware, "gpu_capability", lambda: (8, 0))
+    command = f"eval absent --tasks absent/set --output-dir {tmp_path}/out {options}"
+    assert cli.main(command.split()) == 2
     assert named in capsys.readouterr().err
-    assert not out.exists()
+    assert not (tmp_path / "out").exists()
 
 
-def answers(question, correct=(True,), tokens=(10,), finished=(True,)):
-    return Answers("sums", question, ["7"] * len(correct), list(correct), [*tokens], [*finished])
+def answers(question, correct, tokens, finished):
+    return Answers("sums", question, ["7"] * len(correct), correct, tokens, finished)
 
 
-def test_formats_by_pattern_have_answers_of_their_own(tmp_path, monkeypatch, capsys):
-    model = save_tiny(tmp_path / "model")
-    questions = write_questions(tmp_path / "sums.jsonl", 1)
-    asked = []
+TABLE = """
+                                 model
 
-    def answer_once(job, path):
-        asked.append((job.label, path.name))
-        return [answers(0)]
+ task     format             right           difference tokens cut off
+ ─────────────────────────────────────────────────────────────────────
+ sums (3) BF16   50.0 [15.7, 84.3]                           4    50.0
+          INT8     0.0 [0.0, 62.0] -50.0 [-82.6, +22.6]      8     0.0
 
-    monkeypatch.setattr(worker, "answer_once", answer_once)
+%, with 95 % intervals; difference from the first format
+Results: results.json"""
+
+
+def test_formats_are_compared_and_those_by_pattern_have_answers_of_their_own(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TRL_QURL_CACHE", str(tmp_path))
-
-    def evaluate(model, directory, formats):
-        words = ["--tasks", questions, "--output-dir", str(directory), "--scheme", formats]
-        words += ["--max-tokens", "8"]
-        assert cli.main(["eval", str(model), *words]) == 0, capsys.readouterr().err
-
-    mixed = '{"re:.*q_proj": "none", "re:.*down_proj": "int8"}'
-    for formats in ("none,int8", mixed, '{"re:.*down_proj": "int8"}'):
-        evaluate(model, tmp_path, formats)
-    first = min(path for path in tmp_path.glob("model-int8-*") if path.is_dir())
-    evaluate(first, tmp_path / "stored", "none")
-    labels, names = zip(*asked, strict=True)
-    assert labels == ("BF16", "INT8", "INT8", "INT8", "as stored")
-    assert len({*names}) == 5
-
-
-# Figures
-# --------------------------------------------------------------------------------------------------
-
-
-def test_figures_are_counts_of_the_answers():
+    monkeypatch.setenv("COLUMNS", "80")
+    save_tiny(tmp_path / "model")
+    write_questions(tmp_path / "sums.jsonl", "7")
     right = [
         answers(0, [True, False], [1, 2], [True, False]),
         answers(1, [False, False], [3, 4], [False, False]),
         answers(2, [True, True], [5, 9], [True, True]),
     ]
-    wrong = [answers(question, [False], [8]) for question in range(3)]
-    first, second = summarize({"BF16": right, "INT8": wrong})
-    assert first.accuracy.value == 0.5
-    assert first.questions == 3
-    assert first.difference is None
-    assert first.tokens == 4
-    assert first.finished == 0.5
-    assert second.accuracy.value == 0
-    assert second.difference.value == -0.5
-    assert second.tokens == 8
-    columns = [list(column.cells) for column in build_table([first, second], "model").columns]
-    shown, compared = zip(*columns, strict=True)
-    assert shown[:2] == ("sums (3)", "BF16")
-    assert compared[:2] == ("", "INT8")
-    assert shown[2].startswith("50.0 [")
-    assert shown[3:] == ("", "4", "50.0")
-    assert compared[3].startswith("-50.0 [")
+    wrong = [answers(question, [False], [8], [True]) for question in range(3)]
+    asked = []
+
+    def answer_once(job, path):
+        asked.append((job.label, path.name))
+        return wrong if job.label == "INT8" else right
+
+    monkeypatch.setattr(worker, "answer_once", answer_once)
+
+    def evaluate(model, formats):
+        command = "eval --tasks sums.jsonl --output-dir . --max-tokens 8 --scheme"
+        assert cli.main([*command.split(), formats, str(model)]) == 0
+        printed = capsys.readouterr().out.splitlines()
+        return "\n".join(line.rstrip() for line in printed)
+
+    assert TABLE in evaluate("model", "none,int8")
+    evaluate("model", '{"re:.*q_proj": "none", "re:.*down_proj": "int8"}')
+    evaluate("model", '{"re:.*down_proj": "int8"}')
+    stored = min(path for path in tmp_path.glob("model-int8-*") if path.is_dir())
+    evaluate(stored, "none")
+    labels, names = zip(*asked, strict=True)
+    assert labels == ("BF16", "INT8", "INT8", "INT8", "as stored")
+    assert len({*names}) == 5
 
 
 # The whole thing
 # --------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def evaluated(warm_python, tmp_path_factory):
-    """A model of random weights, questions for it, and a finished evaluation in two formats."""
-    directory = tmp_path_factory.mktemp("evaluation")
-    save_tiny(directory / "model", max_position_embeddings=256)
-    write_questions(directory / "sums.jsonl", 6)
-    write_questions(directory / "more.jsonl", 4)
-    environment = child_environment(TRL_QURL_CACHE=str(directory / "cache"), COLUMNS="140")
-    words = [warm_python, "-m", "trl_qurl", *command(directory), "--scheme", "none,int8"]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return directory, done.stdout
-
-
-def command(directory):
-    tasks = f"{directory / 'sums.jsonl'},{directory / 'more.jsonl'}"
-    # Fewer tokens than the prompts have together, as with many questions: no prompt may be read in
-    # parts on a CPU.
-    engine = json.dumps({**ENGINE, "max_num_batched_tokens": 128})
-    words = ["eval", str(directory / "model"), "--tasks", tasks, "--engine-kwargs", engine]
-    words += ["--max-tokens", "48", "--samples", "4", "--temperature", "1"]
-    return [*words, "--output-dir", str(directory / "whole")]
-
-
 @pytest.mark.vllm
 @pytest.mark.xdist_group("evaluation")
-def test_two_formats_side_by_side(evaluated):
-    directory, printed = evaluated
-    results = json.loads((directory / "whole" / "results.json").read_text())["results"]
-    shown = [(result["task"], result["format"], result["questions"]) for result in results]
+def test_two_formats_are_compared_and_not_answered_again(
+    warm_python, tmp_path, monkeypatch, capsys
+):
+    """On a model of random weights. Fewer tokens at a time than the prompts have together, as with
+    many questions: no prompt may be read in parts on a CPU.
+    """
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TRL_QURL_CACHE", str(tmp_path / "cache"))
+    save_tiny(tmp_path / "model", max_position_embeddings=256)
+    write_questions(tmp_path / "sums.jsonl", "777777")
+    write_questions(tmp_path / "more.jsonl", "7777")
+    command = "eval model --tasks sums.jsonl,more.jsonl --max-tokens 48 --samples 4 --temperature 1"
+    engine = json.dumps({**ENGINE, "max_num_batched_tokens": 128})
+    words = [*command.split(), "--output-dir", "whole", "--engine-kwargs", engine]
+    python = ("-m", "trl_qurl", *words, "--scheme", "none,int8")
+    printed = completed(warm_python, *python, COLUMNS="140", PYTHONPATH=str(ROOT)).stdout
+    assert "sums (6)" in printed and "INT8" in printed
+    results = tmp_path / "whole" / "results.json"
+    found = json.loads(results.read_text())["results"]
+    shown = [(result["task"], result["format"], result["questions"]) for result in found]
     pairs = [("sums", "BF16", 6), ("sums", "INT8", 6), ("more", "BF16", 4), ("more", "INT8", 4)]
     assert shown == pairs
-    [file] = (directory / "whole").glob("none-*.json")
+    [file] = (tmp_path / "whole").glob("none-*.json")
     rows = json.loads(file.read_text())
     assert [row["question"] for row in rows] == [*range(6), *range(4)]
     assert all(len(row["correct"]) == 4 for row in rows)
     texts = {text for row in rows for text in row["texts"]}
     assert len(texts) > 20, "samples of one question, or the questions' samples, are the same"
-    assert "sums (6)" in printed
-    assert "INT8" in printed
-
-
-@pytest.mark.vllm
-@pytest.mark.xdist_group("evaluation")
-def test_finished_formats_are_not_repeated(evaluated, monkeypatch, capsys):
-    """Formats with answers do not start an engine again."""
-    directory, _ = evaluated
-    monkeypatch.setenv("TRL_QURL_CACHE", str(directory / "cache"))
     asked = []
 
     def call_in_child(function, job, *given, **options):
@@ -250,19 +223,17 @@ def test_finished_formats_are_not_repeated(evaluated, monkeypatch, capsys):
         raise ChildProcessError("not now")
 
     monkeypatch.setattr(worker, "call_in_child", call_in_child)
-    again = command(directory)
-    assert cli.main([*again, "--scheme", "int8,none"]) == 0
+    assert cli.main([*words, "--scheme", "int8,none"]) == 0
     assert not asked
-    results = json.loads((directory / "whole" / "results.json").read_text())["results"]
     # The first format is now the other one, from which differences are counted.
-    assert [result["format"] for result in results[:2]] == ["INT8", "BF16"]
-    assert results[0]["difference"] is None
-    assert results[1]["difference"] is not None
+    first, second, *_ = json.loads(results.read_text())["results"]
+    assert (first["format"], first["difference"]) == ("INT8", None)
+    assert second["difference"] is not None
     changes = [["--top-p", "0.5"], ["--chat-template-kwargs", '{"enable_thinking": false}']]
     for changed in changes:
-        assert cli.main([*again, *changed]) == 2
-    write_questions(directory / "sums.jsonl", 6, answer="8")
-    assert cli.main(again) == 2
+        assert cli.main([*words, *changed]) == 2
+    write_questions(tmp_path / "sums.jsonl", "888888")
+    assert cli.main(words) == 2
     assert asked == ["BF16"] * 3, "other settings or questions are answered anew"
 
 
@@ -278,13 +249,10 @@ def started(monkeypatch):
     return arguments
 
 
-def job_of(directory, answers=("7",), **settings):
-    rows = [{"question": "What is 1 + 1?", "answer": answer} for answer in answers]
-    path = directory / "sums.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+def job_of(directory, answers="7", **settings):
+    tasks = load_tasks([write_questions(directory / "sums.jsonl", answers)])
+    prompts = [[[1] * 20] * len(answers)]
     sampling = {"max_tokens": 8, "n": 1}
-    prompts = [[[1] * 20 for _ in rows]]
-    tasks = load_tasks([str(path)])
     return Job("INT8", str(directory), "int8", tasks, prompts, 28, sampling, **settings)
 
 
@@ -296,14 +264,9 @@ def test_heads_without_a_kernel_are_refused(tmp_path, started):
     assert not started
 
 
-def test_an_engine_on_a_gpu_compiles_by_default(tmp_path, monkeypatch, capsys, started):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    start(job_of(save_tiny(tmp_path)))
-    assert not started[0].keys() & {"enforce_eager", "enable_chunked_prefill"}
-    assert "compiling" in capsys.readouterr().out
-
-
-def test_an_engine_on_a_cpu_takes_memory_that_is_free(tmp_path, monkeypatch, capsys, started):
+def test_an_engine_takes_memory_that_is_free_on_a_cpu_and_compiles_on_a_gpu(
+    tmp_path, monkeypatch, capsys, started
+):
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(cpu_memory, "free_memory", lambda: 12 * 10**9)
@@ -317,6 +280,11 @@ def test_an_engine_on_a_cpu_takes_memory_that_is_free(tmp_path, monkeypatch, cap
     assert is_compiled == [False, False, True]
     assert started[0]["seed"] == 0
     assert os.environ["KERNELS_OF"] == "1 formats"
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    start(job_of(tmp_path))
+    *_, on_gpu = started
+    assert not on_gpu.keys() & {"enforce_eager", "enable_chunked_prefill"}
+    assert "compiling" in capsys.readouterr().out
 
 
 def test_prompts_are_made_with_the_arguments_for_the_chat_template(tmp_path):
@@ -328,13 +296,16 @@ def test_prompts_are_made_with_the_arguments_for_the_chat_template(tmp_path):
 
 
 def test_words_and_numbers_are_graded(tmp_path, capsys):
-    outputs = []
-    for text in ("paris", "5"):
-        box = f"\\boxed{{{text}}}"
-        completion = SimpleNamespace(token_ids=[1], finish_reason="stop", text=box)
-        outputs.append(SimpleNamespace(outputs=[completion]))
-    llm = SimpleNamespace(generate=lambda prompts, params: outputs)
+    texts = ["\\boxed{paris}", "\\boxed{5}"]
+
+    def generate(prompts, params):
+        assert len({param.seed for param in params}) == len(prompts) == 2
+        for text in texts:
+            completion = SimpleNamespace(token_ids=[1], finish_reason="stop", text=text)
+            yield SimpleNamespace(outputs=[completion])
+
     job = job_of(tmp_path, ["Paris", "4"])
+    llm = SimpleNamespace(generate=generate)
     found = list(answer_task(llm, job.tasks[0], [[1], [1]], job))
     assert [row.correct for row in found] == [[True], [False]]
     assert "INT8: sums, 2 questions" in capsys.readouterr().out
@@ -342,7 +313,7 @@ def test_words_and_numbers_are_graded(tmp_path, capsys):
 
 def test_answers_must_fit_into_the_context(tmp_path, capsys):
     model = str(save_tiny(tmp_path / "model"))  # one token per character, and a context of 128
-    questions = write_questions(tmp_path / "sums.jsonl", 1)
+    questions = write_questions(tmp_path / "sums.jsonl", "7")
     out = tmp_path / "out"
     words = ["eval", model, "--tasks", questions, "--scheme", "int8", "--output-dir", str(out)]
     assert cli.main(words) == 2
@@ -361,4 +332,6 @@ def test_answers_must_fit_into_the_context(tmp_path, capsys):
 )
 def test_a_callback_with_bad_settings_is_refused(settings, named, tmp_path):
     with pytest.raises(ValueError, match=named):
-        TaskEvaluationCallback(**{"tasks": write_questions(tmp_path / "sums.jsonl", 2), **settings})
+        TaskEvaluationCallback(
+            **{"tasks": write_questions(tmp_path / "sums.jsonl", "77"), **settings}
+        )

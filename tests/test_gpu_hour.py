@@ -22,12 +22,10 @@ HANG = "import time; time.sleep(600)"
 
 
 @pytest.fixture
-def gpu_hour(monkeypatch):
-    """The script as a module. These parts do not need vLLM."""
+def script(monkeypatch):
+    """Import a script as a module."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    module = importlib.import_module("gpu_hour")
-    monkeypatch.setattr(module, "PACKAGES", ())
-    return module
+    return importlib.import_module
 
 
 def python(code):
@@ -41,30 +39,38 @@ def measured(log, cell):
     return [*python(f"open({str(log)!r}, 'a').write('x'); {write}"), "{folder}"]
 
 
-def test_failures_are_recorded_and_a_second_run_repeats_only_them(gpu_hour, tmp_path, monkeypatch):
+PARTS = """\
+ok steps-0.5B-512-bf16 ()
+failed sync-7B-int8 (int8: OSError: no kernel)
+failed tests (2 failed)
+failed sync-0.5B (Killed after 2 seconds.)
+skipped steps-7B-512-bf16 (Needs a GPU with 1000000 GB.)"""
+
+
+def test_failures_are_recorded_and_a_second_run_repeats_only_them(script, tmp_path, monkeypatch):
+    gpu_hour = script("gpu_hour")
+    monkeypatch.setattr(gpu_hour, "PACKAGES", ())  # these parts need none
     log = tmp_path / "log"
     out = tmp_path / "out"
 
-    def run(*parts):
-        plan = [gpu_hour.Part(name, command, 5) for name, command in parts]
-        plan += [gpu_hour.Part("sync-0.5B", ["-c", HANG], 0.1)]
-        plan += [gpu_hour.Part("steps-7B-512-bf16", [], 5, memory_gb=10**6)]
+    def run(tests):
+        plan = [
+            gpu_hour.Part("steps-0.5B-512-bf16", measured(log, STEP), 5),
+            gpu_hour.Part("sync-7B-int8", measured(log, FAILED), 5),
+            gpu_hour.Part("tests", python(tests), 5),
+            gpu_hour.Part("sync-0.5B", ["-c", HANG], 0.1),
+            gpu_hour.Part("steps-7B-512-bf16", [], 5, memory_gb=10**6),
+        ]
         monkeypatch.setattr(gpu_hour.Plan, "parts", lambda plan_of: plan)
         options = ["--rehearse", "--minutes", "2", "--archive", str(tmp_path / "all.tgz")]
         assert gpu_hour.main(["-o", str(out), *options]) == 1
-        record = json.loads((out / "results.json").read_text())["parts"]
-        assert record["sync-0.5B"]["status"] == "failed"
-        assert record["steps-7B-512-bf16"]["status"] == "skipped"
-        return record
+        parts = json.loads((out / "results.json").read_text())["parts"]
+        lines = [f"{part['status']} {name} ({part['reason']})" for name, part in parts.items()]
+        return parts, "\n".join(lines)
 
-    steps = ("steps-0.5B-512-bf16", measured(log, STEP))
-    syncs = ("sync-7B-int8", measured(log, FAILED))
-    first = run(steps, syncs, ("tests", python("print('2 failed'); sys.exit(3)")))
-    assert first["tests"]["reason"] == "2 failed"
-    assert first["sync-7B-int8"]["reason"] == "int8: OSError: no kernel"
-    assert first["sync-0.5B"]["reason"].startswith("Killed after")
-    second = run(steps, syncs, ("tests", python("print('2 passed')")))
-    assert second["tests"]["status"] == second["steps-0.5B-512-bf16"]["status"] == "ok"
+    assert run("print('2 failed'); sys.exit(3)")[1] == PARTS
+    second, said = run("print('2 passed')")
+    assert said == PARTS.replace("failed tests (2 failed)", "ok tests ()")
     assert log.read_text() == "xxx", "the step was measured once, and the failed part twice"
     assert second["steps-0.5B-512-bf16"]["figures"]["cells"] == [STEP | LOAD]
     assert str(out) not in json.dumps(second), "results that are posted show no private paths"
@@ -75,60 +81,76 @@ def test_failures_are_recorded_and_a_second_run_repeats_only_them(gpu_hour, tmp_
     assert {"out/results.md", "out/steps-0.5B-512-bf16/record.json"} <= {*names}
 
 
-@pytest.fixture
-def report(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("gpu_hour_report")
-
-
-def test_the_pages_show_what_is_stored(report):
+def test_the_pages_show_what_is_stored(script):
+    report = script("gpu_hour_report")
     for page, text in report.page_texts(report.stored_records()).items():
         assert report.with_block(page.read_text(), text) == page.read_text()
 
 
-def test_results_fill_the_pages(report, tmp_path):
-    """Figures of some parts, written by their scripts, on a made-up card."""
+PAGES = """\
+**NVIDIA X**, 2026-11-27, commit abc, :
+
+| model | answers | text | rollouts | tokens per second | min-max | times as fast | host, us a token |
+| --- | --- | --- | --- | --- | --- | --- | --- |
+| 7B | 64 | yes | bf16 | 8,192 | 8,192-32,768 | 1.00 | 20.0 |
+| 7B | 64 | yes | int8 | 16,384 | 8,192-32,768 | 2.00 | 12.2 |
+
+| model | answers | rollouts | decoding step, ms | its kernels, ms | share |
+| --- | --- | --- | --- | --- | --- |
+| 7B | 64 | int8 | 5.00 | 4.00 | 80% |
+
+| model | tokens | rollouts | step, s | sync | generate | logps | update | speed-up over bf16 | over plain TRL |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |
+| 0.5B | 512 | bf16 | 2.00 | – | 0.50 | – | 1.25 | 1.00 | – |
+
+**NVIDIA X**, 2026-11-27, commit abc, :
+
+| format | trial | kernels | runner | off a new engine, nats | advice |
+| --- | --- | --- | --- | --- | --- |
+| int8 | train-int8 | Cutlass | V2 | 0.0e+00 |  |
+
+## Steps in turns (trl-qurl bench)
+
+| model | rollouts | step, s | sync | rollout | update | host, us a token |
+| --- | --- | --- | --- | --- | --- | --- |
+| 0.5B | INT8 | 8.00 | 1.00 | 4.00 | 3.00 | 10.0 |"""
+
+
+def test_results_fill_the_pages(script, tmp_path):
+    """Figures of some parts, written by their scripts, on a made-up card. 64 x 256 = 16,384 tokens
+    in 1 or 2 s; of the latter, 0.32768 s are 20 us a token.
+    """
+    report = script("gpu_hour_report")
     trial = {"format": "int8", "name": "train-int8", "status": "ok", "text": "", "advice": ""}
     trial["data"] = {"kernels": ["Cutlass"], "runner": "V2", "distance": 0.0}
     rollout = {"answers": 64, "text": True, "rollouts": [], "fastest_s": 0.5, "slowest_s": 2.0}
-    # 64 x 256 = 16,384 tokens in 1 or 2 s; of the latter, 0.32768 s are 20 us a token
     cells = [{"way": "bf16", **rollout, "rollout_s": 2.0, "host_s": 0.32768}]
     cells += [{"way": "int8", **rollout, "rollout_s": 1.0, "host_s": 0.2}]
     cells += [{"way": "int8", "answers": 64, "wall_ms": 5.0, "kernel_ms": 4.0}]
-    host = {"protocol": {"tokens": 256}, "cells": cells}
-    figures = {
-        "host-7B": ("host", "record.json", host),
-        "reload": ("reload", "record.json", {"kernels": {}, "trials": [trial]}),
-        "steps-0.5B-512-int8": ("steps", "record.json", {"load": LOAD, "cells": [STEP]}),
+    taken = {"step": 8.0, "sync": 1.0, "rollout": 4.0, "host": 0.16384, "update": 3.0}
+    bench = {"way": "steps in turns", "load": {"batch": 64, "completion_len": 256}}
+    bench |= {"steps": {"int8": [taken]}, "failures": {"fp8": "no"}}
+    files = {
+        "host-7B": {"protocol": {"tokens": 256}, "cells": cells},
+        "reload": {"kernels": {}, "trials": [trial]},
+        "steps-0.5B-512-int8": {"load": LOAD, "cells": [STEP]},
+        "bench-0.5B": bench,
     }
     parts = {}
-    for name, (kind, file, content) in figures.items():
+    for name, content in files.items():
+        kind = name.split("-")[0]
+        file = "bench.json" if kind == "bench" else "record.json"
         (tmp_path / file).write_text(json.dumps(content))
         parts[name] = {"figures": report.read_figures(kind, tmp_path)}
     record = {"hardware": "NVIDIA X", "date": "2026-11-27", "commit": "abc", "versions": {}}
-    performance, choosing = report.page_texts([record | {"parts": parts}]).values()
-    assert "**NVIDIA X**, 2026-11-27, commit abc" in performance
-    assert "| 7B | 64 | yes | bf16 | 8,192 | 8,192-32,768 | 1.00 | 20.0 |" in performance
-    assert "| 7B | 64 | yes | int8 | 16,384 | 8,192-32,768 | 2.00 | 12.2 |" in performance
-    assert "| 7B | 64 | int8 | 5.00 | 4.00 | 80% |" in performance
-    assert "| 0.5B | 512 | bf16 | 2.00 |" in performance
-    assert "| int8 | train-int8 | Cutlass | V2 | 0.0e+00 |" in choosing
+    record["parts"] = parts
+    texts = [*report.page_texts([record]).values(), report.bench_table(record)]
+    assert "\n\n".join(texts) == PAGES
 
 
-def test_the_steps_of_bench_are_a_table(report):
-    """64 x 256 tokens, of whose rollout 0.16384 s are the host's: 10 us a token."""
-    taken = {"step": 8.0, "sync": 1.0, "rollout": 4.0, "host": 0.16384, "update": 3.0}
-    result = {"way": "steps in turns", "load": {"batch": 64, "completion_len": 256}}
-    result |= {"steps": {"int8": [taken]}, "failures": {"fp8": "no"}}
-    figures = report.read_bench(result)
-    table = report.bench_table({"parts": {"bench-0.5B": {"figures": figures}}})
-    assert "| 0.5B | INT8 | 8.00 | 1.00 | 4.00 | 3.00 | 10.0 |" in table and "FP8" not in table
-
-
-def test_other_bits_are_named(monkeypatch):
+def test_other_bits_are_named(script, monkeypatch):
     """A device that rounds 3 up to 4, and one that hides a NaN."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    pack = importlib.import_module("gpu_pack")
+    pack = script("gpu_pack")
     assert pack.differences("int8", torch.bfloat16, "cpu") == []
     scheme = pack.get_scheme("int8")
     exact = type(scheme).quantize
@@ -161,10 +183,9 @@ class Core:
         return torch.ones(10).sum().item()
 
 
-def test_steps_are_timed_and_profiled(monkeypatch):
+def test_steps_are_timed_and_profiled(script):
     """The clock runs before the profiler starts; what follows both is not counted."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    host = importlib.import_module("gpu_host")
+    host = script("gpu_host")
     core = Core()
     profiled = host.ProfiledSteps(core, 3)
     with profiled:

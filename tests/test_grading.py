@@ -39,11 +39,11 @@ def grade(tmp_path_factory):
 
 def test_the_table_of_right_and_wrong(grade):
     rewards = grade(ANSWERS, [f"So it is $\\boxed{{{box}}}$." for _, box, *_ in PAIRS])
-    expected = [float(verdict == "right") for _, _, verdict, _ in PAIRS]
-    missed = [
-        pair for pair, *both in zip(PAIRS, rewards, expected, strict=True) if len({*both}) > 1
-    ]
-    assert missed == []
+    missed = []
+    for pair, reward in zip(PAIRS, rewards, strict=True):
+        if reward != float(pair[2] == "right"):
+            missed.append(pair)
+    assert not missed
 
 
 def test_every_answer_of_the_table_is_right_in_its_own_box(grade):

@@ -4,7 +4,6 @@ Only the cell of sizes is replaced. `trl-qurl eval`, the trainers and vLLM are r
 fails ends the test.
 """
 
-import ast
 import json
 import re
 import subprocess
@@ -195,66 +194,62 @@ def test_stored_outputs_come_from_one_run_and_links_exist(path):
 # Installing for a GPU
 # ------------------------------------------------------------------------------------------------
 
-on_gpus = pytest.mark.parametrize("name", ["gsm8k_grpo.ipynb", "gsm8k_ppo.ipynb"])
-
 WHEEL = (
     "vllm @ https://github.com/vllm-project/vllm/releases/download/v0.31.0/"
     "vllm-0.31.0+cu129-cp38-abi3-manylinux_2_28_x86_64.whl"
 )
-CUDA_12 = ["--torch-backend=cu129", WHEEL]
-REPLACED = [
-    f"--reinstall-package={name}" for name in ("torch", "torchvision", "torchaudio", "torchcodec")
-]
+CUDA_12 = f"\n--torch-backend=cu129\n{WHEEL}"
+REPLACED = """
+--reinstall-package=torch
+--reinstall-package=torchvision
+--reinstall-package=torchaudio
+--reinstall-package=torchcodec"""
+NO_GPU = "No NVIDIA GPU: choose Runtime > Change runtime type > T4 GPU."
+TOO_OLD = "Driver 470.57.02 is too old for CUDA 12: choose a machine with driver 525 or newer"
 
 
-BUILDS = [
-    # a T4 on Colab: its torch of another version is replaced
-    ("550.54.15", "7.5", "2.11.0+cu128", CUDA_12),
-    ("525.60.13", "8.0", "2.13.0", CUDA_12 + REPLACED),  # the default build is for CUDA 13
-    ("580.65.06", "7.5", None, []),
-    ("580.65.06", "7.5", "2.13.0+cu128", REPLACED),  # pip would keep it: its version fits
-]
-
-
-@on_gpus
-@pytest.mark.parametrize(("driver", "capability", "torch_build", "expected"), BUILDS)
-def test_the_builds_fit_the_driver(name, driver, capability, torch_build, expected):
-    """Call the function of the first cell, which runs without the rest of it."""
-    names: dict = {}
-    for node in ast.parse(cells(NOTEBOOKS / name)[0].source).body:
-        code = ast.unparse(node)
-        if re.match(r"def |[A-Z_0-9]+ = ", code):
-            exec(code, names)
-    qurl, *rest = names["choose_builds"](driver, capability, torch_build)
-    assert qurl.startswith("trl-qurl[vllm,") and rest == expected
-
-
-ANSWERS = {
-    "exit 6": 1,
-    "echo 470.57.02, 7.5, 15360, Tesla T4": 1,
-    "echo 550.54.15, 7.5, 15360, Tesla T4": 0,
-}
-
-
-@on_gpus
-@pytest.mark.parametrize(("answer", "status"), ANSWERS.items(), ids=ANSWERS)
-def test_the_first_cell_installs_the_chosen_builds_or_stops(name, answer, status, tmp_path):
-    """Run the whole cell in a Python without packages, with doubles of `nvidia-smi` and of pip."""
+@pytest.mark.parametrize("name", ["gsm8k_grpo.ipynb", "gsm8k_ppo.ipynb"])
+@pytest.mark.parametrize(
+    ("driver", "torch_build", "expected"),
+    [
+        (None, None, NO_GPU),
+        ("470.57.02", None, TOO_OLD),
+        # a T4 on Colab: its torch of another version is replaced
+        ("550.54.15", "2.11.0+cu128", CUDA_12),
+        ("525.60.13", "2.13.0", CUDA_12 + REPLACED),  # the default build is for CUDA 13
+        ("580.65.06", None, ""),
+        ("580.65.06", "2.13.0+cu128", REPLACED),  # pip would keep it: its version fits
+    ],
+)
+def test_the_first_cell_installs_builds_for_the_driver_or_stops(
+    name, driver, torch_build, expected, tmp_path
+):
+    """Run the whole cell in a Python with no packages but this torch, and doubles of `nvidia-smi`
+    and of pip.
+    """
+    smi = f"echo {driver}, 7.5, 15360, Tesla T4" if driver else "exit 6"
     said = tmp_path / "said"
-    scripts = {"nvidia-smi": answer, "python": f'for word in "$@"; do echo "$word" >> {said}; done'}
+    scripts = {"nvidia-smi": smi, "python": f'for word in "$@"; do echo "$word" >> {said}; done'}
     for program, text in scripts.items():
         (tmp_path / program).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / program).chmod(0o755)
-    code = f"import sys\nsys.executable = '{tmp_path}/python'\n{cells(NOTEBOOKS / name)[0].source}"
+    if torch_build:
+        (tmp_path / "torch.py").touch()
+        metadata = tmp_path / "torch-0.dist-info" / "METADATA"
+        metadata.parent.mkdir()
+        metadata.write_text(f"Name: torch\nVersion: {torch_build}\n")
+    start = f"import sys\nsys.path.append('{tmp_path}')\nsys.executable = '{tmp_path}/python'\n"
+    code = start + cells(NOTEBOOKS / name)[0].source
     command = [sys.executable, "-I", "-S", "-c", code]
     done = subprocess.run(command, env={"PATH": str(tmp_path)}, capture_output=True, text=True)
-    assert done.returncode == status
-    if status:
-        assert ": choose " in done.stderr.splitlines()[0] and not said.exists()
+    if ": choose " in expected:
+        assert done.returncode == 1 and not said.exists()
+        assert done.stderr.startswith(expected)
     else:
-        words = said.read_text().splitlines()
-        assert words[:5] == ["-m", "pip", "install", "-q", "uv"]
-        assert words[5:9] == ["-m", "uv", "pip", "install"] and words[12:] == CUDA_12
+        assert done.returncode == 0, done.stderr
+        assert said.read_text().startswith("-m\npip\ninstall\n-q\nuv\n-m\nuv\npip\ninstall\n")
+        _, _, builds = said.read_text().partition("trl-qurl[vllm,")
+        assert builds.partition("OWNER/trl-qurl")[2] == f"{expected}\n"
 
 
 def test_the_pinned_build_of_vllm_is_one_that_was_tested():

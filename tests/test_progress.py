@@ -1,9 +1,10 @@
 """The line that a run prints per step, and the one during a long step."""
 
 import math
+import re
 import threading
-from datetime import datetime
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 from transformers import (
@@ -28,75 +29,72 @@ ROW = {
     "clip_ratio/region_mean": 0.0161,
     "epoch": 0.05,
 }
-PACE = "24.1 s/step  left 11:34:05"
-UPDATE = {"loss": 0.0, "grad_norm": 0.1, "reward": None, "clip_ratio/region_mean": 0.0}
+
+LINES = """\
+  12/1740  reward 0.512  KL 1e-03  clip 1.6%  cut 12%  24.1 s/step  left 11:34:05
+  12/1740  clip 0.0%  24.1 s/step  left 11:34:05
+  12/1740  grad_norm nan  clip 0.0%  24.1 s/step  left 11:34:05
+  12/1740  critic 0.00
+  12/1740  eval  sums/actor_avg@1 0.4567
+12/1740  trained for 1 day, 2:03:04
+  12/1740  my/number 0.12345"""
 
 
-@pytest.mark.parametrize(
-    ("row", "line"),
-    [
-        (ROW, f"reward 0.512  KL 1e-03  clip 1.6%  cut 12%  {PACE}"),
-        (UPDATE, f"clip 0.0%  {PACE}"),
-        (UPDATE | {"grad_norm": math.nan}, f"grad_norm nan  clip 0.0%  {PACE}"),
-        ({"critic/explained_variance": -0.001}, "critic 0.00"),
-        ({"eval_sums/actor_avg@1": 0.4567, "epoch": 0}, "eval  sums/actor_avg@1 0.4567"),
-        ({"train_runtime": 93784.0, "train_loss": 0.0}, "trained for 1 day, 2:03:04"),
-        ({"my/number": 0.12345, "text": "x", "epoch": 1.0}, "my/number 0.12345"),
-    ],
-)
-def test_a_line_shows_what_there_is(row, line):
-    assert step_line(row, 12, 1740, 24.1).split("/1740  ") == [
-        "12" if "train_runtime" in row else "  12",
-        line,
+def test_a_line_shows_what_there_is():
+    update = {"loss": 0.0, "grad_norm": 0.1, "reward": None, "clip_ratio/region_mean": 0.0}
+    rows = [
+        ROW,
+        update,
+        update | {"grad_norm": math.nan},
+        {"critic/explained_variance": -0.001},
+        {"eval_sums/actor_avg@1": 0.4567, "epoch": 0},
+        {"train_runtime": 93784.0, "train_loss": 0.0},
+        {"my/number": 0.12345, "text": "x", "epoch": 1.0},
     ]
-
-
-def test_a_line_before_training():
+    assert "\n".join(step_line(row, 12, 1740, 24.1) for row in rows) == LINES
     assert step_line({"eval_reward": 0.25}, 0, 0) == "before training  eval  reward 0.250"
-    assert step_line(UPDATE, 1, 3) == "1/3  clip 0.0%"
 
 
-def log(args, steps, start=0, first=True):
-    """Begin a run, and end steps."""
-    callback = StepLineCallback()
-    control = TrainerControl()
-    state = TrainerState(max_steps=start + 4, global_step=start, is_world_process_zero=first)
-    callback.on_train_begin(args, state, control)
-    for _ in range(steps):
-        state.global_step += 1
-        callback.on_log(args, state, control, logs=dict(ROW))
+@pytest.fixture
+def log(monkeypatch, capsys):
+    """Begin a run, and end two steps, which take 10 and 20 s; the ends of the lines."""
+
+    def log(args, start=0, first=True):
+        clock = iter([100.0, 110.0, 130.0])
+        monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+        callback = StepLineCallback()
+        control = TrainerControl()
+        state = TrainerState(max_steps=start + 4, global_step=start, is_world_process_zero=first)
+        callback.on_train_begin(args, state, control)
+        for _ in range(2):
+            state.global_step += 1
+            callback.on_log(args, state, control, logs=dict(ROW))
+        lines = capsys.readouterr().out.splitlines()
+        return [line.replace("  reward 0.512  KL 1e-03  clip 1.6%  cut 12%", "") for line in lines]
+
+    return log
 
 
-def test_only_the_first_process_prints(capsys):
-    log(SimpleNamespace(), 2)
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["1/4", "2/4"]
-    log(SimpleNamespace(), 2, first=False)
-    assert capsys.readouterr().out == ""
+def test_only_the_first_process_prints(log):
+    assert not log(SimpleNamespace(), first=False)
 
 
-def test_a_resumed_run_estimates_its_time_from_where_it_resumed(monkeypatch, capsys):
-    clock = iter([100.0, 110.0, 130.0])
-    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
-    log(SimpleNamespace(), 2, start=500)
-    first, second = capsys.readouterr().out.splitlines()
-    # 10 s for the first of four steps, then 20 s: two took 30 s, and two are left.
-    assert first.endswith("10 s/step  left 0:00:30")
-    assert second.endswith("15 s/step  left 0:00:30")
+def test_a_resumed_run_estimates_its_time_from_where_it_resumed(log):
+    first = "501/504  10 s/step  left 0:00:30"
+    assert log(SimpleNamespace(), start=500) == [first, "502/504  15 s/step  left 0:00:30"]
 
 
-def test_a_run_prints_its_pace_after_a_rollout(tmp_path, capsys):
+def test_a_run_prints_its_pace_after_a_rollout(log, tmp_path):
+    """Of two updates."""
     args = QuRLGRPOConfig(
         str(tmp_path),
         use_cpu=True,
         num_generations=8,
-        max_completion_length=512,
         per_device_train_batch_size=16,
         steps_per_generation=8,
         gradient_accumulation_steps=4,
     )
-    log(args, 2)
-    steps = capsys.readouterr().out.splitlines()
-    assert ["left" in line for line in steps] == [False, True]  # 8 / 4 = 2 updates per rollout
+    assert log(args) == ["1/4", "2/4  5 s/step  left 0:00:10"]
 
 
 class Notebook(ProgressCallback):
@@ -123,58 +121,46 @@ def test_it_replaces_the_printer_of_transformers(before, after):
     assert [type(callback) for callback in handler.callbacks] == [DefaultFlowCallback, after]
 
 
-class Training:
-    """A trainer in its fifth step of nine; with an engine, three answers are not complete."""
-
-    def __init__(self, has_engine=True, is_first=True):
-        self.state = TrainerState(max_steps=9, global_step=4)
-        self.vllm_generation = SimpleNamespace()
-        if has_engine:
-            engine = SimpleNamespace(get_num_unfinished_requests=lambda: 3)
-            self.vllm_generation.llm = SimpleNamespace(llm_engine=engine)
-        self.is_world_process_zero = lambda: is_first
-
-
-class TwoMinutes:
-    """The event that ends the thread; its waits take no time."""
-
-    def __init__(self, state, steps):
-        self.waits = 0
-        self.state = state
-        self.steps = steps  # in each minute
-
-    def wait(self, seconds):
-        self.waits += 1
-        self.state.global_step += self.steps
-        return self.waits > 2
-
-    def set(self):
-        pass
+@pytest.fixture
+def trainer():
+    """In its fifth step of nine; with its engine, three answers are not complete."""
+    trainer = MagicMock(state=TrainerState(max_steps=9, global_step=4))
+    trainer.vllm_generation.llm.llm_engine.get_num_unfinished_requests.return_value = 3
+    return trainer
 
 
 @pytest.mark.parametrize(
-    ("training", "steps", "line"),
+    ("has_engine", "is_first", "steps", "line"),
     [
-        (Training(), 0, "step 5/9: 3 answers are not complete yet\n"),
-        (Training(has_engine=False), 0, "step 5/9\n"),
-        (Training(is_first=False), 0, ""),
-        (Training(), 1, ""),
+        (True, True, 0, "DATE  step 5/9: 3 answers are not complete yet\n"),
+        (False, True, 0, "DATE  step 5/9\n"),
+        (True, False, 0, ""),
+        (True, True, 1, ""),
     ],
 )
-def test_a_long_step_gets_a_dated_line(training, steps, line, monkeypatch, capsys):
-    ended = TwoMinutes(training.state, steps)
+def test_a_long_step_gets_a_dated_line(
+    has_engine, is_first, steps, line, trainer, monkeypatch, capsys
+):
+    trainer.is_world_process_zero.return_value = is_first
+    if not has_engine:
+        trainer.vllm_generation = object()
+    minutes = iter([False, False, True])
+
+    def wait(seconds):
+        trainer.state.global_step += steps
+        return next(minutes)
+
+    ended = SimpleNamespace(wait=wait, set=lambda: None)
     threads = SimpleNamespace(Event=lambda: ended, Thread=threading.Thread)
     monkeypatch.setattr(progress, "threading", threads)
-    with live_line(training):
+    with live_line(trainer):
         pass
-    printed = capsys.readouterr().out
-    assert printed[21:] == line
-    assert not line or datetime.fromisoformat(printed[:19])
+    assert re.sub(r"^[\d-]{10} [\d:]{8}", "DATE", capsys.readouterr().out) == line
 
 
-def test_the_thread_ends_with_its_block():
+def test_the_thread_ends_with_its_block(trainer):
     before = threading.active_count()
-    with pytest.raises(KeyboardInterrupt), live_line(Training()):
+    with pytest.raises(KeyboardInterrupt), live_line(trainer):
         assert threading.active_count() == before + 1
         raise KeyboardInterrupt
     assert threading.active_count() == before

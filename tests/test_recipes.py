@@ -4,6 +4,7 @@ memory), and run on real questions.
 
 import itertools
 import json
+import logging
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,23 +27,44 @@ VARIANTS = sorted((HERE / "paper" / "variants").glob("*.yaml"))
 OWN = sorted((HERE / "own").glob("*.yaml"))
 ON_CPU = ["--use_cpu", "--bf16", "false"]
 
-# What the paper says: processes the file is written for, completions and prompts a rollout,
-# rollouts, longest completion, learning rate, KL coefficient, temperature.
-PAPER = {
-    "gsm8k_ppo": (1, 256, 256, 435, 512, 1e-5, 0.0, 1.0),
-    "dapo": (8, 512 * 16, 512, 200, 3072, 1e-6, 0.0, 1.0),
-    "deepscaler_8k": (8, 256 * 8, 256, 800, 8192, 1e-6, 1e-3, 0.6),
-    "deepscaler_16k": (8, 256 * 16, 256, 400, 16384, 1e-6, 1e-3, 0.6),
-    "deepscaler_24k": (8, 256 * 16, 256, 400, 24576, 1e-6, 1e-3, 0.6),
-}
-# Format, objective, UAQ's s; `None` for what the recipe says.
-VARIANT_SETTINGS = {
-    "bf16": (None, "naive", 1.0),
-    "naive": ("int8", "naive", 1.0),
-    "tis": ("int8", "tis", 1.0),
-    "qurl": ("int8", "acr", 1.5),
-    "qurl_without_uaq": ("int8", "acr", 1.0),
-}
+PAPER = """\
+dapo: Qwen/Qwen2.5-Math-7B becomes qurl-dapo
+  200.0 rollouts of 1024 answers to 64 questions
+  up to 3072 tokens, at a temperature of 1.0
+  16.0 updates at 1e-06, beta 0.0; a row every 16
+  int8, acr, s = 1.5
+  aime24 after every 20.0 rollouts
+deepscaler_16k: qurl-deepscaler-8k becomes qurl-deepscaler-16k
+  400.0 rollouts of 512 answers to 32 questions
+  up to 16384 tokens, at a temperature of 0.6
+  4.0 updates at 1e-06, beta 0.001; a row every 4
+  int8, acr, s = 1.5
+  aime24 after every 50.0 rollouts
+deepscaler_24k: qurl-deepscaler-16k becomes qurl-deepscaler-24k
+  400.0 rollouts of 512 answers to 32 questions
+  up to 24576 tokens, at a temperature of 0.6
+  4.0 updates at 1e-06, beta 0.001; a row every 4
+  int8, acr, s = 1.5
+  aime24 after every 50.0 rollouts
+deepscaler_8k: deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B becomes qurl-deepscaler-8k
+  800.0 rollouts of 256 answers to 32 questions
+  up to 8192 tokens, at a temperature of 0.6
+  4.0 updates at 1e-06, beta 0.001; a row every 4
+  int8, acr, s = 1.5
+  aime24 after every 50.0 rollouts
+gsm8k_ppo: Qwen/Qwen2.5-0.5B-Instruct becomes qurl-gsm8k-ppo
+  435.0 rollouts of 256 answers to 256 questions
+  up to 512 tokens, at a temperature of 1.0
+  4.0 updates at 1e-05, beta 0.0; a row every 4
+  int8, acr, s = 1.0
+  gsm8k after every 29.0 rollouts"""
+"""In a process, of which the recipes of the paper but that of PPO have eight."""
+VARIANT_SETTINGS = """\
+bf16: None, naive, s = 1.0
+naive: int8, naive, s = 1.0
+qurl: int8, acr, s = 1.5
+qurl_without_uaq: int8, acr, s = 1.0
+tis: int8, tis, s = 1.0"""
 GSM8K = ("gsm8k/train", "gsm8k/test")
 DATA = {
     "gsm8k_ppo": GSM8K,
@@ -78,43 +100,32 @@ def test_recipes_and_variants_are_found_by_name_from_anywhere(tmp_path, monkeypa
     assert parsed("ppo", *files, "--model", "other")[2].model_name_or_path == "other"
     assert config.objective == "tis", "later files override earlier ones"
     assert [*recipes()] == [path.stem for path in (*RECIPES, *VARIANTS, *OWN)]
-    assert {path.stem for path in RECIPES} == {*PAPER}
-    assert {path.stem for path in VARIANTS} == {*VARIANT_SETTINGS}
     write(tmp_path / "dapo", seed=8)
     assert parsed("grpo", "--config", "dapo")[1].seed == 8, "a local file comes first"
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_a_recipe_has_the_settings_of_the_paper(recipe):
-    script, config, model = parsed(command_of(recipe), "--config", recipe)
-    processes, completions, prompts, rollouts, longest, rate, beta, temperature = PAPER[recipe.stem]
-    made = config.per_device_train_batch_size * config.steps_per_generation * processes
-    assert made == completions
-    assert made // config.num_generations == prompts
-    assert config.max_steps == rollouts * config.updates_per_rollout
-    assert config.updates_per_rollout > 1, "no clip bound could act"
-    assert config.max_completion_length == longest
-    assert config.learning_rate == rate
-    assert config.beta == beta
-    assert config.temperature == temperature
-    assert config.objective == "acr"
-    assert config.rollout_quantization == "int8"
-    assert config.uaq_scale == (1.0 if recipe.stem == "gsm8k_ppo" else 1.5)
-    # A row of the log for each rollout, and a benchmark after a whole number of them.
-    assert config.logging_steps == config.updates_per_rollout
-    assert script.eval_tasks
-    assert script.eval_tasks_steps % config.updates_per_rollout == 0
-    before = {"deepscaler_16k": "deepscaler_8k", "deepscaler_24k": "deepscaler_16k"}
-    if recipe.stem in before:
-        previous = parsed("grpo", "--config", before[recipe.stem])[1]
-        assert model.model_name_or_path == previous.output_dir
+def test_recipes_have_the_settings_of_the_paper():
+    said = []
+    for recipe in RECIPES:
+        script, config, model = parsed(command_of(recipe), "--config", recipe)
+        made = config.per_device_train_batch_size * config.steps_per_generation
+        updates = config.updates_per_rollout
+        said += [
+            f"{recipe.stem}: {model.model_name_or_path} becomes {config.output_dir}",
+            f"  {config.max_steps // updates} rollouts of {made} answers to {made // config.num_generations} questions",
+            f"  up to {config.max_completion_length} tokens, at a temperature of {config.temperature}",
+            f"  {updates} updates at {config.learning_rate}, beta {config.beta}; a row every {config.logging_steps}",
+            f"  {config.rollout_quantization}, {config.objective}, s = {config.uaq_scale}",
+            f"  {' '.join(script.eval_tasks)} after every {script.eval_tasks_steps / updates} rollouts",
+        ]
+    assert "\n".join(said) == PAPER
 
 
 def test_dapo_is_dapo():
     script, config, _ = parsed("grpo", "--config", "dapo")
-    assert (config.epsilon, config.epsilon_high, config.loss_type) == (0.2, 0.28, "dapo")
+    clips = (config.epsilon, config.epsilon_high, config.mask_truncated_completions)
+    assert clips == (0.2, 0.28, True) and config.loss_type == "dapo"
     assert config.dynamic_sampling and config.dynamic_sampling_reward == "accuracy_reward"
-    assert config.mask_truncated_completions
     punish = punishment(script.soft_overlong_cache, config.max_completion_length)
     # DAPO, Eq. 13, with 3072 tokens and 614 of them before the limit: -(2765 - 2458) / 614 = -0.5.
     rewards = punish(completion_ids=[[0] * 2458, [0] * 2765, [0] * 3072])
@@ -124,12 +135,15 @@ def test_dapo_is_dapo():
             punishment(cache, 100)
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=lambda path: path.stem)
-def test_a_variant_of_a_recipe(variant):
-    _, config, _ = parsed("grpo", "--config", "dapo", variant)
-    settings = (config.rollout_quantization, config.objective, config.uaq_scale)
-    assert settings == VARIANT_SETTINGS[variant.stem]
-    assert config.max_completion_length == PAPER["dapo"][4], "the recipe's"
+def test_variants_of_a_recipe():
+    said = []
+    for variant in VARIANTS:
+        _, config, _ = parsed("grpo", "--config", "dapo", variant)
+        assert config.max_completion_length == 3072, "the recipe's"
+        said.append(
+            f"{variant.stem}: {config.rollout_quantization}, {config.objective}, s = {config.uaq_scale}"
+        )
+    assert "\n".join(said) == VARIANT_SETTINGS
 
 
 @pytest.fixture(scope="module")
@@ -143,37 +157,23 @@ def model(tmp_path_factory):
 def run_of(command, name, model, directory, *further):
     """The arguments with which the scenario runs two steps of a tiny model on real questions."""
     train, test = (SHARED / "data" / f"{data}.jsonl.gz" for data in DATA.get(name, DEEPSCALER))
-    settings = {
-        "model_name_or_path": model,
-        "max_steps": 2,
-        "dataset": train,
-        "dataset_limit": 12,
-        "question_column": "question",
-        "answer_column": "answer",
-        "eval_tasks": f"held_out={test}",
-        "eval_tasks_limit": 3,
-        "eval_tasks_steps": 2,
-        "output_dir": directory / name,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 1,
-        "steps_per_generation": 2,
-        "num_generations": 1 if command == "ppo" else 4,
-        "max_completion_length": 6,
-        "report_to": "none",
-        "vllm_max_model_length": 4096,
-        "vllm_engine_kwargs": json.dumps(ENGINE),
-        "sync_check_interval": 0,
-    }
+    engine = json.dumps(ENGINE, separators=(",", ":"))
+    settings = f"""
+        --model_name_or_path {model} --max_steps 2 --dataset {train} --dataset_limit 12
+        --question_column question --answer_column answer
+        --eval_tasks held_out={test} --eval_tasks_limit 3 --eval_tasks_steps 2
+        --output_dir {directory / name} --logging_steps 1 --save_strategy no
+        --per_device_train_batch_size 4 --gradient_accumulation_steps 1 --steps_per_generation 2
+        --num_generations {1 if command == "ppo" else 4} --max_completion_length 6
+        --report_to none --vllm_max_model_length 4096 --vllm_engine_kwargs {engine}
+        --sync_check_interval 0
+    """
+    argv = [*ON_CPU, *map(str, further), *settings.split()]
     if name == "dapo":
-        settings["soft_overlong_cache"] = 3
+        argv += ["--soft_overlong_cache", "3"]
     if name in ("deepscaler_16k", "lora_w4", "rloo"):
-        settings["save_quantized"] = True
-    argv = [*ON_CPU, *further]
-    for setting, value in settings.items():
-        argv += [f"--{setting}", value]
-    return [command, name, json.dumps([str(argument) for argument in argv])]
+        argv += ["--save_quantized", "True"]
+    return [command, name, json.dumps(argv)]
 
 
 @pytest.fixture(scope="module")
@@ -211,7 +211,7 @@ def test_an_adapter_on_a_base_in_four_bits_trains(run_scenario, model, tmp_path)
 @pytest.mark.skipif(
     not (SHARED / "data").exists(), reason="the data sets are not beside this checkout"
 )
-@pytest.mark.parametrize("name", [*PAPER, "rloo"])
+@pytest.mark.parametrize("name", [*(path.stem for path in RECIPES), "rloo"])
 def test_two_steps_on_the_real_questions(name, two_steps):
     directory, records = two_steps
     record = records[name]
@@ -253,45 +253,45 @@ def my_rewards(tmp_path, monkeypatch):
 
 
 def test_reward_functions_by_name_and_by_path(my_rewards):
-    names = [
-        f"{my_rewards}.level_reward",
-        "accuracy_reward",
-        "think_format_reward",
-        "get_soft_overlong_punishment",
-        "trl.rewards.accuracy_reward",
-    ]
-    mine, ours, think, overlong, theirs = load_rewards(names)
+    named = "accuracy_reward think_format_reward get_soft_overlong_punishment"
+    names = f"{my_rewards}.level_reward {named} trl.rewards.accuracy_reward"
+    mine, ours, think, overlong, theirs = load_rewards(names.split())
     assert mine([], level=[2]) == [2]
     assert ours is grading.accuracy_reward and theirs is not ours
     assert think.__name__ == "think_format_reward"
     assert overlong(completion_ids=[[0] * 1024, [0] * 1280]) == [0.0, -1.0], "as with TRL's command"
     Path("unfinished_rewards.py").write_text("def length(:")
-    for wrong in (
-        "acuracy_reward",
-        "no_such_module.length",
-        f"{my_rewards}.__name__",
-        "unfinished_rewards.length",
-    ):
+    wrong_names = "acuracy_reward no_such_module.length unfinished_rewards.length"
+    for wrong in (*wrong_names.split(), f"{my_rewards}.__name__"):
         with pytest.raises(ValueError, match=rf"--reward_funcs {wrong} .* give the .*path"):
             load_rewards([wrong])
 
 
+@pytest.fixture
+def trained(model, tmp_path, monkeypatch):
+    """Run a command, whose trainer does not train; how the trainer was built."""
+    monkeypatch.setattr(questions, "learn", lambda *arguments: None)
+
+    def trained(command, rows, *argv, parameters=0):
+        built = MagicMock()
+        counted = [SimpleNamespace(numel=lambda: parameters)]
+        built.return_value.model.parameters.return_value = counted
+        monkeypatch.setattr(trl_qurl, f"QuRL{command.upper()}Trainer", built)
+        (tmp_path / "q.jsonl").write_text(rows)
+        given = ["--model", model, "--dataset", tmp_path / "q.jsonl", "--output_dir", tmp_path]
+        questions.train(command, *parsed(command, *given, *argv))
+        return built.call_args.kwargs
+
+    return trained
+
+
 @pytest.mark.parametrize("command", ["grpo", "ppo", "rloo"])
 @pytest.mark.parametrize("is_graded", [False, True])
-def test_reward_functions_reach_the_trainer(
-    command, is_graded, my_rewards, model, tmp_path, monkeypatch, caplog
-):
-    built = MagicMock()
-    monkeypatch.setattr(trl_qurl, f"QuRL{command.upper()}Trainer", built)
-    monkeypatch.setattr(questions, "learn", lambda *arguments: None)
-    (tmp_path / "q.jsonl").write_text('{"question": "1 + 1?", "level": 2, "answer": "2"}\n')
-    names = [f"{my_rewards}.level_reward", *["accuracy_reward"] * is_graded]
-    argv = ["--model", model, "--dataset", tmp_path / "q.jsonl", "--output_dir", tmp_path]
-    questions.train(command, *parsed(command, *argv, "--reward_funcs", *names))
-    given = built.call_args.kwargs
-    assert [function.__name__ for function in given["reward_funcs"]] == [
-        name.split(".")[-1] for name in names
-    ]
+def test_reward_functions_reach_the_trainer(command, is_graded, my_rewards, trained, caplog):
+    names = ["level_reward", *["accuracy_reward"] * is_graded]
+    row = '{"question": "1 + 1?", "level": 2, "answer": "2"}\n'
+    given = trained(command, row, "--reward_funcs", f"{my_rewards}.level_reward", *names[1:])
+    assert [function.__name__ for function in given["reward_funcs"]] == names
     [row] = given["train_dataset"]
     assert (row["level"], row["answer"]) == (2, "2")
     assert row.get("solution") == ("$2$" if is_graded else None)
@@ -337,30 +337,15 @@ def test_the_latest_complete_checkpoint_is_what_true_means(checkpoints):
         assert questions.checkpoint_to_resume(requested, str(checkpoints)) == checkpoint
 
 
-class Stopped(SimpleNamespace):
-    """A trainer whose user presses Ctrl-C after the reward functions were called."""
-
-    state = SimpleNamespace(global_step=0)
-    reward_funcs = ()
-
-    def train(self, resume_from_checkpoint):
-        for function in self.reward_funcs:
-            function(self)
-        raise KeyboardInterrupt
-
-    def is_world_process_zero(self):
-        return False
-
-
 def test_control_c_names_the_latest_checkpoint(checkpoints, tmp_path_factory):
     empty = tmp_path_factory.mktemp("empty")
-    for directory, way in (
-        (checkpoints, f"from {checkpoints}/checkpoint-16, add --resume_from_checkpoint true"),
-        (empty, "no checkpoint yet"),
-    ):
-        stopped = Stopped(args=SimpleNamespace(output_dir=str(directory)))
+    latest = f"from {checkpoints}/checkpoint-16, add --resume_from_checkpoint true"
+    for directory, way in ((checkpoints, latest), (empty, "no checkpoint yet")):
+        trainer = MagicMock()
+        trainer.args.output_dir = str(directory)
+        trainer.train.side_effect = KeyboardInterrupt
         with pytest.raises(KeyboardInterrupt, match=way):
-            questions.learn(stopped, None)
+            questions.learn(trainer, None)
 
 
 def test_a_fault_in_a_reward_function_has_a_place():
@@ -368,42 +353,38 @@ def test_a_fault_in_a_reward_function_has_a_place():
         return json.loads("{")
 
     line = reward.__code__.co_firstlineno + 1
-    stopped = Stopped(reward_funcs=[reward, MagicMock()])
-    with pytest.raises(
-        ValueError, match=rf"failed in {__file__}, line {line}: JSONDecodeError\('Expecting"
-    ):
-        questions.learn(stopped, None)
+    trainer = MagicMock(reward_funcs=[reward, MagicMock()])
+    trainer.train = lambda resume_from_checkpoint: reward([])
+    place = rf"failed in {__file__}, line {line}: JSONDecodeError\('Expecting"
+    with pytest.raises(ValueError, match=place):
+        questions.learn(trainer, None)
 
 
 @pytest.mark.parametrize(("steps", "is_long"), [(20, False), (2000, True), (-1, True)])
-def test_a_long_run_on_a_cpu_is_announced(steps, is_long, model, tmp_path, monkeypatch, caplog):
-    built = MagicMock()
-    # 135 million parameters
-    built.return_value.model.parameters.return_value = [SimpleNamespace(numel=lambda: 135_000_000)]
-    monkeypatch.setattr(trl_qurl, "QuRLGRPOTrainer", built)
-    monkeypatch.setattr(questions, "learn", lambda *arguments: None)
-    (tmp_path / "q.jsonl").write_text(2000 * '{"question": "1 + 1?", "answer": "2"}\n')
-    argv = ["--model", model, "--dataset", tmp_path / "q.jsonl", "--output_dir", tmp_path]
-    questions.train("grpo", *parsed("grpo", *argv, "--max_steps", steps))
+def test_a_long_run_on_a_cpu_is_announced(steps, is_long, trained, caplog):
+    rows = 2000 * '{"question": "1 + 1?", "answer": "2"}\n'
+    trained("grpo", rows, "--max_steps", steps, parameters=135_000_000)
     assert ("would take about" in caplog.text) == is_long
+    logging.getLogger("trl").warning("[RANK 0] a line of one process")
+    assert "RANK" not in caplog.text
 
 
 @pytest.mark.parametrize(
     ("argv", "tasks"),
     [
-        ([], ["gsm8k"]),
-        (["--dataset", "openai/gsm8k"], ["gsm8k"]),
-        (["--dataset=mine.jsonl"], []),
-        (["--dataset", "mine.jsonl", "--eval-tasks", "held_out.jsonl"], ["held_out.jsonl"]),
-        (["--config", "mine.yaml"], []),
+        ("", "gsm8k"),
+        ("--dataset openai/gsm8k", "gsm8k"),
+        ("--dataset=mine.jsonl", ""),
+        ("--dataset mine.jsonl --eval-tasks held_out.jsonl", "held_out.jsonl"),
+        ("--config mine.yaml", ""),
     ],
 )
 def test_another_dataset_drops_the_tasks_of_a_recipe(argv, tasks, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "mine.yaml", dataset="mine.jsonl")
-    script, _, _ = parsed("grpo", "--config", "lora_w4", *argv)
-    assert script.eval_tasks == tasks
-    assert (script.dataset == "openai/gsm8k") == (tasks == ["gsm8k"])
+    script, _, _ = parsed("grpo", "--config", "lora_w4", *argv.split())
+    assert " ".join(script.eval_tasks) == tasks
+    assert (script.dataset == "openai/gsm8k") == (tasks == "gsm8k")
 
 
 @pytest.mark.parametrize(

@@ -3,153 +3,179 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from trl_qurl.cli import main
-from trl_qurl.lab.curves import COLORS, Panel, Points, draw, final_value, points_of, smooth
-from trl_qurl.lab.runs import Run
+from trl_qurl.lab.curves import Panel, Points, draw
 from trl_qurl.lab.update_size import ROUNDING, UPDATE
 
+pytest.importorskip("rich")
+pytest.importorskip("matplotlib")
 
-def write_run(directory, rows):
+
+def write_run(directory, *rows, **settings):
     directory.mkdir(parents=True)
-    lines = [{"settings": {"updates_per_rollout": 4}}, *rows]
+    lines = [{"settings": settings}, *rows]
     (directory / "run.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return str(directory)
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """The figures that are drawn."""
+    drawn = []
+    monkeypatch.setattr(
+        "matplotlib.figure.Figure.savefig", lambda figure, *_, **__: drawn.append(figure)
+    )
+    return drawn
 
 
 def points(rollouts, values):
     return Points(np.array(rollouts, dtype=float), np.array(values, dtype=float))
 
 
-def test_metrics_over_rollouts():
-    rows = [
-        {"step": 1, "reward": 1},
-        {"step": 8, "reward": None},
-        {"step": 12, "other": 3.0},
-        {"step": 16, "reward": 0.25},
-        {"step": 18, "reward": "text"},
-    ]
-    rollouts, values = points_of(Run(Path(), {"updates_per_rollout": 4}, rows), "reward")
-    assert rollouts.tolist() == [1, 4]  # 1 / 4, rounded up, and 16 / 4
-    assert values.tolist() == [1, 0.25]
-    rollouts, _ = points_of(Run(Path(), {}, rows), "reward")
-    assert rollouts.tolist() == [1, 16]  # steps
+def described(figure):
+    """Titles and scales of a figure's panels, style and points of their lines, and legends."""
+    lines = []
+    for axes in figure.axes:
+        titles = (axes.get_title("left"), axes.get_ylabel(), axes.get_xlabel(), axes.get_yscale())
+        lines.append(", ".join(titles))
+        for line in axes.lines:
+            points = zip(line.get_xdata(), line.get_ydata(), strict=True)
+            shown = " ".join(f"{x:g}:{y:g}" for x, y in points)
+            lines.append(f"{line.get_color()} {line.get_linestyle()}{line.get_marker()} {shown}")
+    for legend in [*figure.legends, *(axes.get_legend() for axes in figure.axes)]:
+        if legend:
+            lines.append(" ".join(["legend:", *(text.get_text() for text in legend.texts)]))
+    return "\n".join(lines)
 
 
-def test_means():
-    # Two neighbors on either side: (1 + 5 + 3) / 3, (1 + 5 + 3 + 4) / 4, and the last is alone.
-    line = points([1, 2, 3, 4, 9], [1, 5, 3, 4, 2])
-    assert smooth(line).values.tolist() == [3, 3.25, 3.25, 4, 2]
-    every = np.arange(1.0, 101)
-    assert final_value(Points(every, every)) == 90.5  # of 81 to 100
-    assert final_value(Points(every[:10], every[:10])) == 8  # of a short run, from 6 to 10
-    assert final_value(points([50, 100], [1, 3])) == 3  # logged every 50 rollouts
-    assert final_value(points([], [])) is None
+TABLE = """
+                        eval
+                  sums/actor      kl ratio generate sync whole
+ run       reward      avg@1      k3   max        s    s     s
+ ─────────────────────────────────────────────────────────────
+ a/run        0.6          – 4.5e-05     2        3  0.5     8
+ b/run/run    0.7       0.25       –     –        –    –     –
+
+Means of the last 20 rollouts, in short runs of the last half.
+Seconds of a rollout: to generate, to sync, and with all of its
+updates.
+Picture: new/report.png"""
+
+PICTURE = """\
+Reward, mean over answers, rollout, linear
+#7d7d7d - 2:0.1 22:0.6
+#D55E00 -- 1:0.2 2:0.4 4:0.6 6:0.7
+Held out: sums/actor, mean over answers, rollout, linear
+#D55E00 --o 6:0.25
+KL(actor ‖ policy), nats per token, rollout, log
+#7d7d7d -o 22:4.5e-05
+#7d7d7d --None 0:0.005 1:0.005
+Largest ratio ρ of a token, policy / actor, rollout, log
+#7d7d7d -o 22:2
+#7d7d7d --None 0:2 1:2
+legend: a/run b/run/run"""
 
 
-@pytest.fixture
-def drawn(monkeypatch):
-    """The figures that are drawn."""
-    figure, drawn = pytest.importorskip("matplotlib.figure").Figure, []
-    monkeypatch.setattr(figure, "savefig", lambda self, *_, **__: drawn.append(self))
-    return drawn
+def test_two_runs_side_by_side(tmp_path, figures, capsys, monkeypatch):
+    """Of the first run, only the last row is among the last 20 rollouts, and a step took 2 s, of
+    which a rollout has four; a row from within the second rollout counts for it. The other has no
+    rollouts, only steps: 0, 0.4, 0.8 and 0.6 at 1, 2, 4 and 6, each drawn as the mean of those up
+    to two on either side.
+    """
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
+    last = {"step": 88, "reward": 0.6, "mismatch/ratio_max": 2.0, "mismatch/kl_k3": 4.5e-5}
+    last |= {"step_time": 2.0, "time/generate_s": 3.0, "time/sync_s": 0.5}
+    one = write_run(
+        tmp_path / "some/a/run", {"step": 5, "reward": 0.1}, last, updates_per_rollout=4
+    )
+    rewards = [0, 0.4, None, 0.8, "text", 0.6]
+    rows = [{"step": step, "reward": reward} for step, reward in enumerate(rewards, 1)]
+    rows[-1] |= {"eval_sums/actor_avg@1": 0.25, "eval_sums/actor_tokens": 9.0}
+    two = write_run(tmp_path / "some/b/run", *rows)
+    assert main(["report", one, f"{two}/run.jsonl", "-o", "new"]) == 0
+    printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert "\n".join(printed) == TABLE
+    assert described(*figures) == PICTURE
 
 
-def test_panels_of_the_picture(tmp_path, drawn):
-    runs = {
-        "two": [points([1, 9], [0.001, 1]), points([1, 9], [0.003, 3])],
-        "none": [points([], [])],
-        "one": [points([9], [0.5])],
-    }
-    first = Panel("KL", "nats", runs, logarithmic=True, x="hour", limit=0.005)
-    draw([first, Panel("", "", {})], tmp_path)
-    decades = Panel("", "", {"": [points([1, 9], [5e-6, 1])]}, logarithmic=True)
-    draw([decades, Panel("", "", {}), Panel("", "", {})], tmp_path)
-    figure, odd = drawn
-    kl, below = figure.axes
-    assert (kl.get_xlabel(), kl.get_ylabel(), kl.get_title("left")) == ("hour", "nats", "KL")
-    [band] = kl.collections
-    assert (band.get_datalim(kl.transData).y0, band.get_datalim(kl.transData).y1) == (0.001, 3)
-    mean, point, limit = kl.lines
-    assert set(limit.get_ydata()) == {0.005}
-    assert mean.get_ydata().tolist() == [0.002, 2]
-    assert (mean.get_marker(), point.get_marker()) == ("", "o")
-    assert mean.get_color() != point.get_color()
-    assert mean.get_linestyle() != point.get_linestyle()
-    [legend] = figure.legends
-    assert [text.get_text() for text in legend.texts] == ["two", "one"]
-    figure.draw_without_rendering()
-    assert kl.get_position().y0 > below.get_position().y1, "two panels are stacked"
-    assert "0.005" in [text.get_text() for text in kl.get_yticklabels(which="both")]
-    odd.draw_without_rendering()
+WITHOUT = """\
+Reward, mean over answers, rollout, linear
+#7d7d7d -o 4:0.5
+KL(actor ‖ policy), nats per token, rollout, log
+#7d7d7d --None 0:0.005 1:0.005
+Largest ratio ρ of a token, policy / actor, rollout, log
+#7d7d7d --None 0:2 1:2
+"""
+WEIGHTS = """\
+Change of the weights: by rounding (solid), by updates (dashed), ‖change‖² / ‖weights‖², rollout, log
+"""
+ALONE = """\
+#7d7d7d - 1:4e-05 5:4e-05 10:4e-05
+#7d7d7d -- 5:1e-06 10:1e-06
+#D55E00 - 1:2e-05 5:2e-05 10:2e-05
+#D55E00 -- 5:3e-06 10:3e-06
+legend:
+legend: q_proj up_proj"""
+BESIDE = """\
+#D55E00 - 1:3e-05 5:3e-05 10:3e-05
+#D55E00 -- 5:2e-06 10:2e-06
+legend: bf16"""
+
+
+def test_sizes_of_rounding_and_updates(tmp_path, figures):
+    """Beside another, a run has the mean of its kinds of layers, in its color."""
+    first = {f"{ROUNDING}/q_proj": 4e-5, f"{ROUNDING}/up_proj": 2e-5}
+    later = {**first, f"{UPDATE}/q_proj": 1e-6, f"{UPDATE}/up_proj": 3e-6}
+    measured = [{"step": 4, **first}, {"step": 20, **later}, {"step": 40, **later}]
+    int8 = write_run(tmp_path / "int8", *measured, updates_per_rollout=4)
+    bf16 = write_run(tmp_path / "bf16", {"step": 4, "reward": 0.5})
+    for runs in ((bf16,), (int8,), (bf16, int8)):
+        assert main(["report", *runs]) == 0
+    without, alone, beside = map(described, figures)
+    assert without == f"{WITHOUT}legend: bf16"
+    assert alone.endswith(WEIGHTS + ALONE)
+    assert beside == WITHOUT + WEIGHTS + BESIDE
+    *_, weights = figures[-1].axes
+    assert not weights.collections, "a band of a run's kinds would say nothing about seeds"
+
+
+def test_panels_of_a_study(tmp_path, figures):
+    """Runs that differ in their seeds; labels on logarithmic axes; an odd panel is wide."""
+    seeds = [points([1, 9], [0.001, 1]), points([1, 9], [0.003, 3])]
+    decades = {"": [points([1, 9], [5e-6, 1])]}
+    other = Panel("", "", {})
+    draw([Panel("", "", {"two": seeds}, logarithmic=True), other], tmp_path)
+    draw([Panel("", "", decades, logarithmic=True), other, other], tmp_path)
+    stacked, odd = figures
+    assert "#7d7d7d - 1:0.002 9:2" in described(stacked)
+    for figure in figures:
+        figure.draw_without_rendering()
+    above, below = stacked.axes
+    [band] = above.collections
+    assert band.get_datalim(above.transData).intervaly.tolist() == [0.001, 3]
+    assert "0.005" in [text.get_text() for text in above.get_yticklabels(which="both")]
+    assert above.get_position().y0 > below.get_position().y1
     half, _, wide = odd.axes
     assert wide.get_position().width > 1.5 * half.get_position().width, "no empty quarter"
     assert not half.get_yticklabels(minor=True), "they would overlap"
 
 
-def test_the_table_and_the_picture(tmp_path, capsys, monkeypatch):
-    pytest.importorskip("matplotlib")
-    pytest.importorskip("rich")
-    monkeypatch.setenv("COLUMNS", "150")
-    last = {"step": 88, "reward": 0.6, "mismatch/ratio_max": 2.0, "mismatch/kl_k3": 4.5e-5}
-    last |= {"step_time": 2.0, "time/generate_s": 3.0, "time/sync_s": 0.5}
-    scores = {"eval_sums/actor_avg@1": 0.25, "eval_sums/actor_tokens": 9.0}
-    rows = {"a": [{"step": 4, "reward": 0.1}, last], "b": [{"step": 4, "reward": 0.0, **scores}]}
-    runs = [write_run(tmp_path / "some" / name / "run", rows[name]) for name in rows]
-    picture = tmp_path / "new" / "report.png"
-    assert main(["report", runs[0], f"{runs[1]}/run.jsonl", "-o", str(tmp_path / "new")]) == 0
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    # Of the first run, only the last row is among the last 20 rollouts.
-    # A step took 2 s, and a rollout has four.
-    assert ["a/run", "0.6", "–", "4.5e-05", "2", "3", "0.5", "8"] in lines
-    assert ["b/run/run", "0", "0.25", "–", "–", "–", "–", "–"] in lines
-    assert "sums/actor" in sum(lines, []) and "tokens" not in sum(lines, [])
-    assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-def test_sizes_of_rounding_and_updates(tmp_path, drawn):
-    first = {f"{ROUNDING}/q_proj": 4e-5, f"{ROUNDING}/up_proj": 2e-5}
-    later = {**first, f"{UPDATE}/q_proj": 1e-6, f"{UPDATE}/up_proj": 3e-6}
-    measured = [{"step": 4, **first}, {"step": 20, **later}, {"step": 40, **later}]
-    int8 = write_run(tmp_path / "int8", measured)
-    bf16 = write_run(tmp_path / "bf16", [{"step": 4, "reward": 0.5}])
-
-    assert main(["report", bf16]) == main(["report", int8]) == main(["report", bf16, int8]) == 0
-    without, alone, beside = (figure.axes for figure in drawn)
-    assert len(without) == 3  # reward, KL, ratio
-    panel = alone[3]
-    assert panel.get_yscale() == "log"
-    assert [text.get_text() for text in panel.get_legend().texts] == ["q_proj", "up_proj"]
-    rounding, update, _, other_update = panel.lines
-    assert rounding.get_ydata().tolist() == [4e-5, 4e-5, 4e-5]
-    assert (update.get_xdata().tolist(), update.get_ydata().tolist()) == ([5, 10], [1e-6, 1e-6])
-    assert rounding.get_color() == update.get_color() != other_update.get_color()
-    assert (rounding.get_linestyle(), update.get_linestyle()) == ("-", "--")
-    # Beside another, a run has the mean of its kinds, in the color that it has in all panels.
-    rounding, update = beside[3].lines
-    assert rounding.get_ydata() == pytest.approx([3e-5] * 3)
-    assert update.get_ydata() == pytest.approx([2e-6] * 2)
-    assert rounding.get_color() == update.get_color() == COLORS[1]
-    assert beside[3].get_legend() is None
-    assert not beside[3].collections, "a band of a run's kinds would say nothing about seeds"
-
-
 def test_bad_input_is_an_error(tmp_path, capsys, monkeypatch):
-    pytest.importorskip("matplotlib")
-    run = write_run(tmp_path / "run", [{"step": 4, "reward": 0.5}])
-    empty = write_run(tmp_path / "empty", [])
-    for arguments, named in {
-        (str(tmp_path / "absent"),): "absent does not exist",
-        (run, run): "run is there twice",
-        (run, empty): "empty/run.jsonl has no rows",
-        (run, "-o", f"{run}/run.jsonl"): "jsonl",
-        (run, "-o", f"{run}/run.jsonl/runs.png"): "run.jsonl",
-    }.items():
-        assert main(["report", *arguments]) == 2
+    run = write_run(tmp_path / "run", {"step": 4, "reward": 0.5})
+    empty = write_run(tmp_path / "empty")
+    for arguments, named in (
+        ([str(tmp_path / "absent")], "absent does not exist"),
+        ([run], "run is there twice"),
+        ([empty], "empty/run.jsonl has no rows"),
+        (["-o", f"{run}/run.jsonl"], "jsonl"),
+        (["-o", f"{run}/run.jsonl/runs.png"], "run.jsonl"),
+    ):
+        assert main(["report", run, *arguments]) == 2
         assert named in capsys.readouterr().err
     monkeypatch.setattr("trl_qurl.lab.packages.find_spec", lambda name: name != "rich" or None)
     assert main(["report", run]) == 2
@@ -157,8 +183,7 @@ def test_bad_input_is_an_error(tmp_path, capsys, monkeypatch):
 
 
 def test_a_report_does_not_import_torch(tmp_path):
-    pytest.importorskip("matplotlib")
-    run = write_run(tmp_path / "alone", [{"step": 4, "reward": 0.5}])
+    run = write_run(tmp_path / "alone", {"step": 4, "reward": 0.5})
     code = "import sys; from trl_qurl.cli import main\n"
     code += f"assert main(['report', {run!r}, '-o', {str(tmp_path / 'runs.svg')!r}]) == 0\n"
     code += "assert not {'torch', 'transformers', 'trl', 'vllm'} & set(sys.modules)"
