@@ -4,13 +4,16 @@ import gzip
 import json
 import math
 import re
-from itertools import product
+from itertools import compress, pairwise, product
 
 import pytest
 from datasets import Dataset
+from tiny import SHARED
 
 from trl_qurl.lab import data
 from trl_qurl.lab.data import INSTRUCTION, describe_solutions, load_questions
+from trl_qurl.lab.evaluation.tasks import are_correct
+from trl_qurl.lab.grading import as_solution
 
 
 def write(path, *rows):
@@ -163,3 +166,18 @@ def test_a_column_that_mixes_types_becomes_text(tmp_path, needs_answers, levels)
     path.write_text("".join(row % level for level in levels))
     found = load_questions(str(path), needs_answers=needs_answers, keep_columns=True)
     assert found["level"][:] == [None if level == "null" else level.strip('"') for level in levels]
+
+
+@pytest.mark.skipif(not (SHARED / "data").exists(), reason="needs ../shared/data")
+def test_the_answers_of_two_benchmarks_are_graded():
+    pytest.importorskip("math_verify")
+    for name, equal in (("gsm8k", []), ("math500", [("5", "x=5")])):  # these two are indeed equal
+        with gzip.open(SHARED / "data" / name / "test.jsonl.gz", "rt", encoding="utf-8") as file:
+            answers = [json.loads(line)["answer"] for line in file][:100]
+        texts = [f"So it is $\\boxed{{{answer}}}$." for answer in answers]
+        solutions = list(map(as_solution, answers))
+        # TRL cannot read 11\sqrt2, but the same text is right.
+        assert all(are_correct(texts, solutions))
+        are_right = are_correct(texts[:-1], solutions[1:])
+        pairs = compress(pairwise(answers), are_right)
+        assert [(one, other) for one, other in pairs if one != other] == equal

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import venv
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -34,7 +35,7 @@ def test_extras_exist_and_no_line_needs_a_release_on_an_index():
     for path in owner.tracked_texts(ROOT):
         text = path.read_text(encoding="utf-8")
         assert not re.search(r"pip install trl\Wqurl", text), path
-        for extras in re.findall(r"trl-qurl\[([a-z,]+)\]", text):
+        for extras in re.findall(r"(?:trl-qurl|'\.|\"\.)\[([a-z,]+)\]", text):
             assert {*extras.split(",")} <= setup["options.extras_require"].keys(), (path, extras)
 
 
@@ -42,6 +43,14 @@ def test_every_place_has_the_same_version():
     citation, changes = ((ROOT / name).read_text() for name in ("CITATION.cff", "CHANGELOG.md"))
     assert f"\nversion: {trl_qurl.__version__}\n" in citation
     assert re.search(r"^## \[(.+?)\]", changes, re.MULTILINE)[1] == trl_qurl.__version__
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("Dockerfile*")), ids=lambda path: path.name)
+def test_a_dockerfile_names_files_and_a_vllm_that_exist(path):
+    text = path.read_text()
+    assert all((ROOT / name).exists() for name in re.findall(r"requirements/\S+", text))
+    for version in re.findall(r"^ARG VLLM_VERSION=(.+)$", text, re.MULTILINE):
+        assert f"\nvllm=={version}\n" in (ROOT / "requirements" / "gpu.lock").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -71,3 +80,30 @@ def test_sdist_and_wheel_have_every_file_of_the_package(release):
         names = [member.name.partition("/")[2] for member in archive if member.isfile()]
     there = {name for name in names if ".egg-info/" not in name}
     assert there == package | set(NEEDED.split())
+
+
+@pytest.mark.slow
+def test_an_installed_wheel_finds_its_recipes_and_its_extras(release, tmp_path):
+    """In a new environment that takes all other packages from this one, without an index."""
+    pytest.importorskip("math_verify", reason="needs math-verify (trl-qurl[math])")
+    [wheel] = release.glob("*.whl")
+    venv.create(tmp_path, with_pip=False)
+    [packages] = tmp_path.glob("lib/python*/site-packages")
+    others = next(path for path in sys.path if path.endswith("site-packages"))
+    (packages / "others.pth").write_text(f"{others}\n")
+
+    def run(line: str) -> str:
+        program, *words = line.split()
+        command = [tmp_path / "bin" / program, *words]
+        path = {"PATH": "/usr/bin:/bin"}
+        done = subprocess.run(command, cwd=tmp_path, env=path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    run(f"python -m pip install --no-index --no-deps --ignore-installed {wheel}")
+    assert str(tmp_path) in run("python -c print(__import__('trl_qurl').__file__)")
+    assert "gsm8k_ppo" in run("trl-qurl ppo --config gsm8k_ppo tis --use_cpu --bf16 false --help")
+    run("trl-qurl demo --rollouts 2 --required-share -9 --output-dir demo")
+    assert (tmp_path / "demo" / "demo.png").exists()
+    said = run("python -m pip install --no-index trl-qurl[math]")
+    assert "already satisfied: trl-qurl[math]" in said and "math-verify" in said
