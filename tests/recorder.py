@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 PATIENCE = timedelta(seconds=20)
-SHOWN = ("/trl_qurl/", "/trl/", "/tests/")
 
 
 class OutOfOrder(BaseException):
@@ -96,31 +95,17 @@ class Recorder(TorchDispatchMode):
             raise OutOfOrder(self.difference)
         self.counts[ranks] += 1
         key = f"{self.name}/{ranks}/{self.counts[ranks]}"
-        self.store.set(f"{key}/{dist.get_rank()}", json.dumps([made, stack()]))
+        self.store.set(f"{key}/{dist.get_rank()}", json.dumps([made, traceback.format_stack()]))
         try:
             all_made = {rank: json.loads(self.store.get(f"{key}/{rank}")) for rank in ranks}
         except dist.DistStoreError:
             all_made = {
-                dist.get_rank(): [made, stack()],
+                dist.get_rank(): [made, traceback.format_stack()],
                 "another": [None, ["nothing within the time"]],
             }
         if any(theirs != made for theirs, _ in all_made.values()):
             self.difference = f"collective {self.counts[ranks]} differs" + "".join(
-                f"\nprocess {rank}: {theirs}" + "".join(f"\n    {line}" for line in lines)
+                f"\nprocess {rank}: {theirs}\n" + "".join(lines)
                 for rank, (theirs, lines) in all_made.items()
             )
             raise OutOfOrder(self.difference)
-
-
-def stack() -> list[str]:
-    """Where this process is in the project, in TRL and in the tests, the innermost call first."""
-    frames = [
-        (frame.f_code, line)
-        for frame, line in traceback.walk_stack(None)
-        if frame.f_code.co_filename != __file__
-    ]
-    return [
-        f"{code.co_filename.rpartition('/')[2]}:{line} {code.co_qualname}"
-        for code, line in frames
-        if any(part in code.co_filename for part in SHOWN)
-    ][:12]

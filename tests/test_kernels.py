@@ -4,11 +4,8 @@ pages agree with.
 
 import pytest
 import torch
-from tiny import tiny_model
 
 from trl_qurl.lab.activations import round_activations
-from trl_qurl.lab.bench import trial
-from trl_qurl.lab.bench.plan import Job, Load
 from trl_qurl.lab.comparison import candidates
 from trl_qurl.quantization import SCHEMES
 from trl_qurl.quantization.formats import TOKEN_CACHES
@@ -130,14 +127,3 @@ def test_caches_with_scales_per_token_are_for_gpus_alone():
     assert not set(TOKEN_CACHES) & set(CPUAttentionBackend.supported_kv_cache_dtypes), (
         "vLLM would not say so itself"
     )
-
-
-def test_bench_trains_in_the_sixteen_bits_of_the_gpu(monkeypatch, tmp_path):
-    monkeypatch.setattr(trial, "full_precision", lambda: ("FP16", "float16"))
-    monkeypatch.setattr(trial, "cpu_settings", dict)
-    monkeypatch.setattr("trl_qurl.QuRLGRPOConfig", lambda directory, **settings: settings)
-    monkeypatch.setattr("trl_qurl.QuRLGRPOTrainer", lambda *given, **more: given[2])
-    tiny_model().config.save_pretrained(tmp_path)
-    job = Job(str(tmp_path), Load(), False, [], "int8", {})
-    settings = trial.build_trainer(job, "output")
-    assert settings["fp16"] and not settings["bf16"]
