@@ -311,7 +311,7 @@ def test_what_is_not_the_key_opens_nothing(header, monkeypatch):
 
     assert answers() == answers(path="/health/") == answers(path="/v1/models") == [401, None]
     assert answers("websocket") == answers("websocket", "/health") == [1008]
-    assert answers(path="/health") == ["passed"]
+    assert answers(path="/health") == answers("lifespan") == ["passed"]
     right = [(b"authorization", b"Bearer right")]
     assert answers(headers=right) == answers("websocket", headers=right) == ["passed"]
 

@@ -1,8 +1,8 @@
 """A bias without a loader, on a GPU (report 7).
 
-Marlin's kernels for FP8 and all of Humming's replace a layer's bias by one that has lost its loader,
-so without this repair the first reload of a model with biases fails. vLLM takes them on request
-(`linear_backend`), and for formats that other packages register.
+Marlin's kernels for FP8 and all of Humming's replace a layer's bias by one that has lost its
+loader, so without this repair the first reload of a model with biases fails. vLLM takes them on
+request (`linear_backend`), and for formats that other packages register.
 """
 
 from collections.abc import Iterator
