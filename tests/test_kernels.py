@@ -27,16 +27,6 @@ def on(monkeypatch):
     return on
 
 
-def test_vllm_has_the_kernels_that_are_disabled():
-    """Which ones it takes then, the simulation of GPUs shows."""
-    from vllm.model_executor.kernels import linear
-
-    tables = (linear._POSSIBLE_INT8_KERNELS, linear._POSSIBLE_FP8_BLOCK_KERNELS)
-    listed = [kernels for table in tables for kernels in table.values()]
-    known = {kernel.__name__ for kernels in listed for kernel in kernels}
-    assert {CUTLASS, *DEEP_GEMM} <= known
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_activations_are_rounded_as_vllm_does_it_without_a_gpu(dtype):
     from vllm.config import VllmConfig, set_current_vllm_config

@@ -32,6 +32,8 @@ ALWAYS = {
     # CUTLASS's is disabled by us
     Case("B200", "int8"): {"qkv_proj": "TritonInt8ScaledMMLinearKernel"},
     Case("H100", "fp8", sleeps=True, cache="fp8"): {"qkv_proj": "CutlassFP8ScaledMMLinearKernel"},
+    # DeepGEMM's, too
+    Case("H100", "fp8_block"): {"qkv_proj": "CutlassFp8BlockScaledMMKernel"},
     Case("A100", "w4a16"): {"qkv_proj": "MarlinLinearKernel"},
     Case("H100", "w4a16"): {"qkv_proj": "MacheteLinearKernel"},
     Case("H100", "w4a16", adapter=True): {"base_layer": "MacheteLinearKernel"},
