@@ -236,11 +236,6 @@ def test_what_a_trainer_cannot_score_is_refused(name, value, model, capsys):
     assert "Quantizing" not in said.out, "something was begun first"
 
 
-def test_what_a_user_sets_is_not_set_again(cpu):
-    words = command(cpu, "--max-logprobs=40")
-    assert [word for word in words if word.startswith("--max-logprobs")] == ["--max-logprobs=40"]
-
-
 @pytest.mark.parametrize("adapters", ["--enable-lora", "--enable_lora"])
 def test_a_server_of_adapters_may_load_new_ones(adapters, monkeypatch, capsys):
     started = {}
