@@ -8,7 +8,6 @@ import torch
 from trl_qurl.lab.activations import round_activations
 from trl_qurl.lab.comparison import candidates
 from trl_qurl.quantization import SCHEMES
-from trl_qurl.quantization.formats import TOKEN_CACHES
 from trl_qurl.rollout.checks import hardware
 from trl_qurl.rollout.checks.hardware import kernel_environment
 
@@ -106,14 +105,3 @@ def test_kernels_of_cpus_with_amx_refuse_what_we_refuse(monkeypatch):
         MoEActivation.SILU
     ]
     assert not CPUExpertsInt8.supports_lora()
-
-
-def test_caches_with_scales_per_token_are_for_gpus_alone():
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-    from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
-
-    assert {"fp8", *TOKEN_CACHES} <= set(TritonAttentionBackend.supported_kv_cache_dtypes)
-    assert "fp8" in CPUAttentionBackend.supported_kv_cache_dtypes
-    assert not set(TOKEN_CACHES) & set(CPUAttentionBackend.supported_kv_cache_dtypes), (
-        "vLLM would not say so itself"
-    )
