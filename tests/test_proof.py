@@ -26,6 +26,7 @@ BY_CHECK = {
     "scale doubled before sending": OTHER_FUNCTION,
     "reload that does nothing": OTHER_FUNCTION,
     "version forgotten": "which this run sent: another run uses it",
+    "prefix cache kept": OTHER_FUNCTION,
     "adapter's file changed before loading": "1 different (first base_model.model.model.layers.1",
     "adapter's file changed after loading": "it uses a different adapter than the one in",
     "scale doubled before sending, own rollouts": OTHER_FUNCTION,

@@ -13,10 +13,11 @@ from unittest.mock import patch
 
 import torch
 from child import print_record
+from datasets import Dataset
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
-from short_runs import BASE, texts
-from tiny import KEPT, tiny_model, tiny_tokenizer
+from short_runs import BASE
+from tiny import ENGINE, KEPT, tiny_model, tiny_tokenizer
 
 from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
 
@@ -98,6 +99,11 @@ def forget_the_version(generation):
     return patch.object(worker, "rollout_version", lambda: "of another run")
 
 
+def keep_the_prefix_cache(generation):
+    """The engine reports that it emptied its cache of keys and values, and did not."""
+    return patch.object(generation.llm, "reset_prefix_cache", lambda *args, **kwargs: True)
+
+
 def change_the_file(path: Path) -> None:
     tensors = load_file(path / "adapter_model.safetensors")
     save_file({**tensors, UP: 2 * tensors[UP]}, path / "adapter_model.safetensors")
@@ -134,6 +140,7 @@ FAULTS: dict[str, Fault] = {
     "scale doubled before sending": before_sending(doubled(SCALE)),
     "reload that does nothing": load_nothing,
     "version forgotten": forget_the_version,
+    "prefix cache kept": keep_the_prefix_cache,
     "NaN in a quantized layer": diverged,
     "layer skipped": on_the_way(without("layers.1.mlp.down_proj")),
 }
@@ -157,8 +164,8 @@ def two_turns(prompts: list[str], trainer: QuRLGRPOTrainer) -> dict[str, list]:
     result: dict[str, list] = {
         name: [[] for _ in prompts] for name in ("prompt_ids", "completion_ids", "logprobs")
     }
-    for asked in (prompts, [f"guess {number % 3}" for number in range(len(prompts))]):
-        prompt_ids = [trainer.processing_class(text)["input_ids"] for text in asked]
+    for texts in (prompts, [f"guess {number % 3}" for number in range(len(prompts))]):
+        prompt_ids = [trainer.processing_class(text)["input_ids"] for text in texts]
         _, completion_ids, logprobs, *_ = trainer.vllm_generation.generate(
             prompts=prompt_ids, images=None, num_generations=GROUP
         )
@@ -169,10 +176,18 @@ def two_turns(prompts: list[str], trainer: QuRLGRPOTrainer) -> dict[str, list]:
     return result
 
 
+def long_texts(count: int) -> Dataset:
+    """Prompts that fill a block of the key-value cache, which a kept cache would answer from."""
+    words = [("say " + "abcdefghij"[i % 10] * 3 + " and then ") * 5 for i in range(count)]
+    return Dataset.from_dict({"prompt": [f"{text}{i}" for i, text in enumerate(words)]})
+
+
 def start(output_dir: str, **given: Any) -> QuRLGRPOTrainer:
     settings = BASE | {
         "vllm_max_model_length": 128,
         "sync_check_interval": 1,
+        # vLLM on CPU caches in blocks of 128 tokens by default; 32 is its smallest block.
+        "vllm_engine_kwargs": ENGINE | {"block_size": 32},
         "weight_sync": "adapter" if "peft_config" in given else "auto",
         "per_device_train_batch_size": 32,
         "steps_per_generation": 2,
@@ -185,7 +200,7 @@ def start(output_dir: str, **given: Any) -> QuRLGRPOTrainer:
         model=tiny_model(initializer_range=0.15),
         reward_funcs=lambda completions, **kwargs: [0.0] * len(completions),
         args=QuRLGRPOConfig(output_dir, **settings),
-        train_dataset=texts(64 // GROUP),
+        train_dataset=long_texts(64 // GROUP),
         processing_class=tiny_tokenizer(),
         **given,
     )
@@ -215,6 +230,7 @@ def messages(trainer: QuRLGRPOTrainer, faults: dict[str, Fault]) -> dict[str, st
                 record[fault] = None
             except RuntimeError as error:
                 record[fault] = f"{type(error).__name__}: {error}"
+        generation.llm.reset_prefix_cache()
         generation.sync.needs_proof = False
         generation.sync_weights()
     return record
