@@ -143,7 +143,7 @@ def test_fsdp2_saves_whole_policies_beside_the_parts(runs, tmp_path):
     write_checkpoint(policy, None, "int8", tmp_path / "quantized")
     found, expected = (
         load_file(directory / "model.safetensors")
-        for directory in (tmp_path / "quantized", record["exported"])
+        for directory in (tmp_path / "quantized", Path(record["exported"]))
     )
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     assert (checkpoint / "pytorch_model_fsdp_0").is_dir(), "accelerate's choice was not restored"
