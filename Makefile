@@ -72,7 +72,7 @@ test-versions: setup ## test with other releases of TRL, vLLM and transformers; 
 	$(PYTHON) tools/versions.py --uv $(UV) --torch="$(TORCH_CPU)" --workers $(WORKERS) --rows $(ROWS)
 
 simulated: setup ## start and reload every format on GPUs that are not there, and write the table in docs/choosing.md
-	PYTHONPATH=.:tests $(BIN)/python -m simulated_gpu --write
+	PYTHONPATH=.:tests $(BIN)/python -m simulated_gpu
 
 lint: setup ## run ruff, mypy, the import contracts, shellcheck and the limits on size
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 import json
 import re
+from typing import get_args
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from documents import ROOT
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from tiny import WHOLE_BLOCKS, layers_of, save_tiny, stream_of, tiny_model
 from transformers import AutoModelForCausalLM
+from vllm.config.lora import MaxLoRARanks
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -152,7 +154,9 @@ def test_engines_are_started_for_the_largest_rank():
     assert adapter_rank(adapted(r=16, rank_pattern={".*": 2})) == 16, (
         "vLLM compares the config's r, not the layers'"
     )
-    assert [engine_rank(rank) for rank in (1, 2, 8, 9, 300, 512)] == [1, 8, 8, 16, 320, 512]
+    ranks = get_args(MaxLoRARanks)
+    assert [engine_rank(rank) for rank in ranks] == list(ranks)
+    assert [engine_rank(rank) for rank in (2, 9, 300)] == [8, 16, 320]
 
 
 # The decision

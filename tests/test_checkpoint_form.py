@@ -159,27 +159,18 @@ def test_experts_without_a_kernel_stay_in_16_bits(has_amx, monkeypatch, caplog):
 @pytest.mark.parametrize("family", VISION_FAMILIES)
 def test_only_the_language_model_is_quantized(family, tmp_path):
     model = tiny_vision_model(family)
-    layers = layers_of(model)
     language = [
-        name
+        name.partition("layers.")[2]
         for name, module in model.get_decoder().named_modules()
         if isinstance(module, nn.Linear)
     ]
-    assert {name.partition("layers.")[2] for name in layers} == {
-        name.partition("layers.")[2] for name in language
-    }
-    write_checkpoint(model, None, "int8", tmp_path / "out")
-    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
-    tensors = load_file(tmp_path / "out" / "model.safetensors")
-    assert {
-        name.removesuffix(".weight")
-        for name, tensor in tensors.items()
+    write_checkpoint(model, None, "int8", tmp_path)
+    quantized = [
+        name.partition("layers.")[2].removesuffix(".weight")
+        for name, tensor in load_file(tmp_path / "model.safetensors").items()
         if tensor.dtype == torch.int8
-    } == layers
-    for name, tensor in tensors.items():
-        if "layers.0.self_attn" in name and tensor.ndim == 2 and tensor.dtype == torch.float32:
-            layer = name.removesuffix(".weight")
-            assert "scale" in name or any(_matches(each, layer) for each in config["ignore"])
+    ]
+    assert sorted(quantized) == sorted(language), "the vision tower has such layers, too"
 
 
 @pytest.mark.parametrize("family", ["gemma3", "llava_next"])

@@ -18,16 +18,23 @@ from trl_qurl.rollout.engine.http import add_key
 ENGINES = 2
 
 
-def logps_of(server, engine: int) -> list[float]:
-    """One engine's log-probabilities of the probe's tokens from the second on."""
+def ask(server, headers=None, **settings):
+    """The choices of the answer to the probe."""
     answer = requests.post(
         f"{server.url}/v1/completions",
         auth=add_key,
-        headers={"X-data-parallel-rank": str(engine)},
-        json={"prompt": PROBE, "max_tokens": 1, "prompt_logprobs": 0},
+        headers=headers,
+        json={"prompt": PROBE} | settings,
         timeout=60,
-    ).json()
-    rows = answer["choices"][0]["prompt_logprobs"][1:]
+    )
+    return answer.json()["choices"]
+
+
+def logps_of(server, engine: int) -> list[float]:
+    """One engine's log-probabilities of the probe's tokens from the second on."""
+    headers = {"X-data-parallel-rank": str(engine)}
+    [choice] = ask(server, headers, max_tokens=1, prompt_logprobs=0)
+    rows = choice["prompt_logprobs"][1:]
     return [row[str(token)]["logprob"] for token, row in zip(PROBE[1:], rows, strict=True)]
 
 
@@ -73,23 +80,6 @@ def tampering(tmp_path, monkeypatch):
     return flag
 
 
-def sampled(server) -> list[list[int]]:
-    """Sixteen completions of a prompt."""
-    answer = requests.post(
-        f"{server.url}/v1/completions",
-        auth=add_key,
-        json={
-            "prompt": PROBE,
-            "n": 16,
-            "max_tokens": 8,
-            "ignore_eos": True,
-            "return_token_ids": True,
-        },
-        timeout=60,
-    ).json()
-    return [choice["token_ids"] for choice in answer["choices"]]
-
-
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_every_engine_of_a_server_gets_the_weights_and_is_checked(
@@ -107,8 +97,10 @@ def test_every_engine_of_a_server_gets_the_weights_and_is_checked(
         }
         [record] = train([tmp_path / "out", "--export", tmp_path / "trained", config])
         end = [logps_of(server, engine) for engine in range(ENGINES)]
-        group = {str(completion) for completion in sampled(server)}
-        assert len(group) == 16, "the engines sampled the same completions"
+        group = ask(server, n=16, max_tokens=8, ignore_eos=True, return_token_ids=True)
+        assert len({str(choice["token_ids"]) for choice in group}) == 16, (
+            "the engines sampled the same completions"
+        )
         tampering.touch()
         different = (
             "SyncError: .* of 40 tensors, 1 different .first "

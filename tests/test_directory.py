@@ -92,6 +92,8 @@ def test_a_directory_that_vanishes_is_made_again(vanished, folder, tmp_path):
     written = folder.write("sync-2", [("weight", torch.ones(2))], save)
     assert written.parent == path and (written / "model.safetensors").exists()
     assert {stat.S_IMODE(each.stat().st_mode) for each in (path, path.parent)} == {0o700}
+    folder.remove("sync-2")
+    assert not written.exists()
 
 
 def test_directory_of_another_user_is_refused(tmp_path):

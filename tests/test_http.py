@@ -108,6 +108,7 @@ def test_requests_stop_after_one_has_failed():
         with pytest.raises(ServerError) as error:
             client.generate([[1, 2]] * 500)
         assert error.value.status == 500
+        assert error.value.args == (str(error.value),)
         assert len(asked) <= 64
 
 

@@ -4,14 +4,10 @@ pages agree with.
 
 import pytest
 import torch
-from tiny import tiny_model
 
 from trl_qurl.lab.activations import round_activations
-from trl_qurl.lab.bench import trial
-from trl_qurl.lab.bench.plan import Job, Load
 from trl_qurl.lab.comparison import candidates
 from trl_qurl.quantization import SCHEMES
-from trl_qurl.quantization.formats import TOKEN_CACHES
 from trl_qurl.rollout.checks import hardware
 from trl_qurl.rollout.checks.hardware import kernel_environment
 
@@ -28,16 +24,6 @@ def on(monkeypatch):
 
     monkeypatch.delenv("VLLM_DISABLED_KERNELS", raising=False)
     return on
-
-
-def test_vllm_has_the_kernels_that_are_disabled():
-    """Which ones it takes then, the simulation of GPUs shows."""
-    from vllm.model_executor.kernels import linear
-
-    tables = (linear._POSSIBLE_INT8_KERNELS, linear._POSSIBLE_FP8_BLOCK_KERNELS)
-    listed = [kernels for table in tables for kernels in table.values()]
-    known = {kernel.__name__ for kernels in listed for kernel in kernels}
-    assert {CUTLASS, *DEEP_GEMM} <= known
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -119,25 +105,3 @@ def test_kernels_of_cpus_with_amx_refuse_what_we_refuse(monkeypatch):
         MoEActivation.SILU
     ]
     assert not CPUExpertsInt8.supports_lora()
-
-
-def test_caches_with_scales_per_token_are_for_gpus_alone():
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-    from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
-
-    assert {"fp8", *TOKEN_CACHES} <= set(TritonAttentionBackend.supported_kv_cache_dtypes)
-    assert "fp8" in CPUAttentionBackend.supported_kv_cache_dtypes
-    assert not set(TOKEN_CACHES) & set(CPUAttentionBackend.supported_kv_cache_dtypes), (
-        "vLLM would not say so itself"
-    )
-
-
-def test_bench_trains_in_the_sixteen_bits_of_the_gpu(monkeypatch, tmp_path):
-    monkeypatch.setattr(trial, "full_precision", lambda: ("FP16", "float16"))
-    monkeypatch.setattr(trial, "cpu_settings", dict)
-    monkeypatch.setattr("trl_qurl.QuRLGRPOConfig", lambda directory, **settings: settings)
-    monkeypatch.setattr("trl_qurl.QuRLGRPOTrainer", lambda *given, **more: given[2])
-    tiny_model().config.save_pretrained(tmp_path)
-    job = Job(str(tmp_path), Load(), False, [], "int8", {})
-    settings = trial.build_trainer(job, "output")
-    assert settings["fp16"] and not settings["bf16"]

@@ -12,12 +12,14 @@ from accelerate.commands.config.config_args import load_config_from_file
 from safetensors.torch import load_file
 from support.training import (
     ADAPTER,
-    MOVED,
     SAME,
     assert_metrics,
     assert_synced,
     metrics_by_step,
 )
+from transformers import AutoModelForCausalLM
+
+from trl_qurl.quantization import write_checkpoint
 
 CONFIGS = Path(__file__).parents[1] / "examples" / "accelerate_configs"
 
@@ -62,14 +64,14 @@ def runs(train, run_scenario, int8_server, tmp_path_factory):
         "PPO": (ACCUMULATED, ("--ppo", "--model", save_tiny(directory / "model"))),
     }
     kinds |= {f"{name}, FSDP2": (kinds[name][0], (*kinds[name][1], "--fsdp2")) for name in SPLIT}
-    kinds["colocated, FSDP2"] = (CUT | SAVES, ("--fsdp2",))
+    kinds["PPO, FSDP2"] = (ACCUMULATED | SAVES, kinds["PPO, FSDP2"][1])
     runs = {
         name: [directory / f"out {name}", "--export", directory / name, CHECKED | config, *further]
         for name, (config, further) in kinds.items()
     }
     # inside the second rollout
-    saved = directory / "out colocated, FSDP2" / "checkpoint-3"
-    runs["resumed, FSDP2"] = [*runs["colocated, FSDP2"], "--resume", saved]
+    saved = directory / "out PPO, FSDP2" / "checkpoint-3"
+    runs["resumed, FSDP2"] = [*runs["PPO, FSDP2"], "--resume", saved]
     records = dict(zip(runs, train(*runs.values(), processes=2), strict=True))
     fresh = run_scenario("fresh_engine.py", *(directory / name for name in kinds))
     assert not [*(directory / "rollouts").glob("trl-qurl-*/[0-9]")], "rollout checkpoints were left"
@@ -127,9 +129,24 @@ def assert_same_steps(found, expected, steps=(1, 2)):
 @pytest.mark.vllm
 @pytest.mark.xdist_group("server")
 def test_a_run_under_fsdp2_resumes_inside_a_rollout(runs):
-    names = ("resumed, FSDP2", "colocated, FSDP2")
+    names = ("resumed, FSDP2", "PPO, FSDP2")
     resumed, uninterrupted = (metrics_by_step(runs[name][0]) for name in names)
     assert resumed == uninterrupted
+
+
+@pytest.mark.vllm
+@pytest.mark.xdist_group("server")
+def test_fsdp2_saves_whole_policies_beside_the_parts(runs, tmp_path):
+    record, _ = runs["PPO, FSDP2"]
+    checkpoint = Path(record["output_dir"]) / "checkpoint-6"
+    policy = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="float32")
+    write_checkpoint(policy, None, "int8", tmp_path / "quantized")
+    found, expected = (
+        load_file(directory / "model.safetensors")
+        for directory in (tmp_path / "quantized", Path(record["exported"]))
+    )
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert (checkpoint / "pytorch_model_fsdp_0").is_dir(), "accelerate's choice was not restored"
 
 
 @needs_deepspeed
@@ -144,6 +161,9 @@ def test_zero3_takes_the_steps_of_ddp_and_resumes(runs, run_scenario, tmp_path):
     assert records[0]["distribution"] == "DEEPSPEED"
     assert_same_steps(records[0], runs["PPO"][0])
     assert records[0]["held"] == 0, "the policy was not split"
+    assert_metrics(records[0]["history"], "int8")
+    one, other = records[0]["probes"]
+    assert one == pytest.approx(other, abs=SAME), "the engines hold different weights"
     assert metrics_by_step(records[1]) == metrics_by_step(records[0])
 
 
@@ -160,36 +180,6 @@ def test_the_critics_warmup_does_not_change_the_policys_first_steps_under_zero3(
     (zero3,) = run_scenario("train.py", *run, "--zero3", processes=2, DS_ACCELERATOR="cpu")
     assert metrics_by_step(ddp)[2]["loss"] == 0
     assert_same_steps(zero3, ddp, steps=(3, 4))
-
-
-@pytest.mark.vllm
-@pytest.mark.xdist_group("server")
-@pytest.mark.parametrize("way", ["fsdp2", pytest.param("zero3", marks=needs_deepspeed)])
-def test_weights_held_in_parts_arrive_whole(way, run_scenario, int8_server, tmp_path):
-    served = {"vllm_mode": "server", "vllm_server_base_url": int8_server.url}
-    modes = {"colocate": {}, "server": served}
-    if importlib.util.find_spec("llmcompressor"):
-        modes["server, llm-compressor"] = served | {"weight_sync": "llmcompressor"}
-    arguments = []
-    for mode, config in modes.items():
-        arguments += [tmp_path / "out", way, "--export", tmp_path / mode]
-        arguments += ["--config", json.dumps(config), "--and"]
-    records = run_scenario("sharded.py", *arguments[:-1], processes=2, DS_ACCELERATOR="cpu")
-    fresh = run_scenario("fresh_engine.py", *(tmp_path / mode for mode in modes))
-    for mode, record, expected in zip(modes, records, fresh, strict=True):
-        assert record["processes"] == 2
-        assert record["held_share"] <= 0.5, "the model was not split"
-        # A server is asked by the main process alone.
-        engines = record["after"] if mode == "colocate" else record["after"][:1]
-        assert engines == [pytest.approx(expected, abs=SAME)] * len(engines)
-        assert record["before"][0] != pytest.approx(expected, abs=MOVED), (
-            "the update did not move the probe"
-        )
-        assert record["probed"] or way == "zero3"
-        saved, whole = (
-            load_file(tmp_path / name / "model.safetensors") for name in (f"{mode}-saved", mode)
-        )
-        torch.testing.assert_close(saved, whole, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)

@@ -19,16 +19,12 @@ BY_CHECK = {
     "layer skipped": "no new weights for 1 of its layers (RowParallelLinear)",
     "scale doubled before sending": OTHER_FUNCTION,
     "reload that does nothing": OTHER_FUNCTION,
-    "norm doubled inside": OTHER_FUNCTION,
     "version forgotten": "which this run sent: another run uses it",
     "prefix cache kept": OTHER_FUNCTION,
     "adapter's file changed before loading": "1 different (first base_model.model.model.layers.1",
     "adapter's file changed after loading": "it uses a different adapter than the one in",
-    "old adapter kept": "it uses a different adapter than the one in",
-    "adapter not asked for": OTHER_FUNCTION,
     "scale doubled before sending, own rollouts": OTHER_FUNCTION,
     "NaN in a quantized layer": "model.layers.1.mlp.up_proj.weight holds NaN or infinity",
-    "NaN in an adapter": "layers.1.mlp.up_proj.lora_B.weight holds NaN or infinity",
 }
 SOUND = ["none", "adapter", "own rollouts"]
 

@@ -20,8 +20,7 @@ from trl_qurl.trainers.resuming import load_policy
 
 @pytest.fixture(scope="module")
 def stops(run_scenario, tmp_path_factory):
-    [records] = run_scenario("stops.py", tmp_path_factory.mktemp("stops"))
-    return records
+    return run_scenario("stops.py", tmp_path_factory.mktemp("stops"))
 
 
 def in_an_engine(function):

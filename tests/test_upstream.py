@@ -41,12 +41,6 @@ def copy(tmp_path: Path) -> Path:
 
 
 @needs_their_trl
-@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.stem)
-def test_a_pull_request_applies_by_itself(patch, copy):
-    apply(patch, copy)
-
-
-@needs_their_trl
 def test_pull_requests_pass_their_tests(warm_python, copy):
     for patch in PATCHES:
         apply(patch, copy)

@@ -71,18 +71,14 @@ def before_sending(change: Callable[[Any], Any]) -> Fault:
     return context
 
 
-def diverged(name: str, value: float) -> Fault:
-    """A weight of the policy that is not a finite number, for one sync."""
-
-    @contextmanager
-    def context(generation) -> Iterator[None]:
-        parameter = dict(generation.model.named_parameters())[name]
-        before = parameter.detach().clone()
-        parameter.data[1, 1] = value
-        yield
-        parameter.data.copy_(before)
-
-    return context
+@contextmanager
+def diverged(generation) -> Iterator[None]:
+    """A weight of the policy that is not a number, for one sync."""
+    weight = generation.model.get_parameter("model.layers.1.mlp.up_proj.weight")
+    before = weight.detach().clone()
+    weight.data[1, 1] = float("nan")
+    yield
+    weight.data.copy_(before)
 
 
 def load_nothing(generation):
@@ -97,13 +93,6 @@ def load_nothing(generation):
     return patch.object(generation.sync.route.engine, "load_stream", load_stream)
 
 
-def double_a_norm_inside(generation):
-    """The tensors arrive as they were sent, and the model's loader changes one."""
-    [model] = generation.llm.apply_model(lambda model: model)
-    load, change = model.load_weights, doubled("model.layers.0.input_layernorm.weight")
-    return patch.object(model, "load_weights", lambda weights: load(change(weights)))
-
-
 def forget_the_version(generation):
     """As if another run had sent its weights in between."""
     [worker] = generation.llm.collective_rpc(lambda wrapper: wrapper.worker)
@@ -115,56 +104,34 @@ def keep_the_prefix_cache(generation):
     return patch.object(generation.llm, "reset_prefix_cache", lambda *args, **kwargs: True)
 
 
-def around_loading(
-    before: Callable[..., Any] | None = None, after: Callable[..., Any] | None = None
-) -> Fault:
-    """Do something with the adapter's directory or the engine
-    before or after an adapter is loaded.
-    """
-
-    def context(generation):
-        load = generation.sync.route.engine.load_adapter
-
-        def load_adapter(path, update):
-            if before:
-                before(path)
-            load(path, update)
-            if after:
-                after(generation.llm)
-
-        return patch.object(generation.sync.route.engine, "load_adapter", load_adapter)
-
-    return context
-
-
-def around_adding(
-    before: Callable[..., Any] | None = None, after: Callable[..., Any] | None = None
-) -> Fault:
-    """Do something with vLLM's request for an adapter before or after vLLM reads the files."""
-
-    def context(generation):
-        add = generation.llm.llm_engine.add_lora
-
-        def add_lora(request):
-            if before:
-                before(request)
-            added = add(request)
-            if after:
-                after(request)
-            return added
-
-        return patch.object(generation.llm.llm_engine, "add_lora", add_lora)
-
-    return context
-
-
 def change_the_file(path: Path) -> None:
     tensors = load_file(path / "adapter_model.safetensors")
     save_file({**tensors, UP: 2 * tensors[UP]}, path / "adapter_model.safetensors")
 
 
-def change_its_file(request: Any) -> None:
-    change_the_file(Path(request.lora_path))
+def change_the_file_before_loading(generation):
+    """The adapter's file changes between the trainer and the engine."""
+    engine = generation.sync.route.engine
+    load = engine.load_adapter
+
+    def load_adapter(path, update):
+        change_the_file(path)
+        load(path, update)
+
+    return patch.object(engine, "load_adapter", load_adapter)
+
+
+def change_the_file_after_loading(generation):
+    """It changes when vLLM has read it."""
+    engine = generation.llm.llm_engine
+    add = engine.add_lora
+
+    def add_lora(request):
+        added = add(request)
+        change_the_file(Path(request.lora_path))
+        return added
+
+    return patch.object(engine, "add_lora", add_lora)
 
 
 FAULTS: dict[str, Fault] = {
@@ -172,22 +139,15 @@ FAULTS: dict[str, Fault] = {
     "tensor skipped": on_the_way(without(SCALE)),
     "scale doubled before sending": before_sending(doubled(SCALE)),
     "reload that does nothing": load_nothing,
-    "norm doubled inside": double_a_norm_inside,
     "version forgotten": forget_the_version,
     "prefix cache kept": keep_the_prefix_cache,
-    "NaN in a quantized layer": diverged("model.layers.1.mlp.up_proj.weight", float("nan")),
+    "NaN in a quantized layer": diverged,
     "layer skipped": on_the_way(without("layers.1.mlp.down_proj")),
 }
 ADAPTER_FAULTS: dict[str, Fault] = {
     "adapter": lambda generation: nullcontext(),
-    "adapter's file changed before loading": around_loading(before=change_the_file),
-    "adapter's file changed after loading": around_adding(after=change_its_file),
-    # vLLM without `load_inplace` keeps the adapter that it has under this name.
-    "old adapter kept": around_adding(
-        before=lambda request: setattr(request, "load_inplace", False)
-    ),
-    "adapter not asked for": around_loading(after=lambda llm: setattr(llm, "adapter", None)),
-    "NaN in an adapter": diverged(UP.replace("lora_B", "lora_B.default"), float("nan")),
+    "adapter's file changed before loading": change_the_file_before_loading,
+    "adapter's file changed after loading": change_the_file_after_loading,
 }
 """With an adapter that is sent alone, with different ranks and scalings per layer."""
 

@@ -1,8 +1,8 @@
 """Many runs that start and end at once, each with a directory for checkpoints: does any of them
 lose its own?
 
-Each run is a process that writes a file where its engine would look for the start checkpoint and
-reads it again until the run ends: it removes the directory, drops it, exits as Python does, or
+Each run is a process that writes a file where its engine would look for a checkpoint, and reads it
+again before it ends: it removes the directory, drops it, exits as Python does, or
 kills itself. Some fork in between, as data loaders do; those forks exit, or outlive the run.
 """
 
@@ -32,29 +32,19 @@ def exit_as_python_does() -> None:
 def run(parent: str, losses: Path, chance: random.Random) -> None:
     """Be one run. What it lost is appended to a file."""
     directory = PrivateDirectory(parent, 0)
-    checkpoint = directory.path / "start" / "config.json"
-    checkpoint.parent.mkdir()
+    checkpoint = directory.path / "config.json"
     owner = str(os.getpid())
     checkpoint.write_text(owner)
     # as an engine takes its time to shut down, before the directory goes
     weakref.finalize(run, time.sleep, 0.05)
-    end, forks = chance.choice(ENDS), chance.choice(("none", "exits", "outlives"))
-    if forks != "none" and os.fork() == 0:
-        time.sleep(0.05 * (forks == "outlives"))
+    end, fork = chance.choice(ENDS), chance.choice(("none", "exits", "outlives"))
+    if fork != "none" and os.fork() == 0:
+        time.sleep(0.05 * (fork == "outlives"))
         exit_as_python_does()
-    deadline = time.monotonic() + chance.uniform(0, 0.1)
-    while True:
-        try:
-            seen = checkpoint.read_text()
-        except OSError as error:
-            seen = type(error).__name__
-        if seen != owner:
-            with losses.open("a") as file:
-                file.write(f"{checkpoint} of {owner}: {seen}\n")
-            break
-        if time.monotonic() > deadline:
-            break
-        time.sleep(0.01)
+    time.sleep(chance.uniform(0, 0.1))
+    if not checkpoint.exists() or checkpoint.read_text() != owner:
+        with losses.open("a") as file:
+            file.write(f"{checkpoint} of {owner}\n")
     if end == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif end == "remove":
@@ -67,23 +57,17 @@ def run(parent: str, losses: Path, chance: random.Random) -> None:
 def keep_running(parent: str, losses: Path, runs: int) -> Counter[int]:
     """Make so many runs, 40 of them at a time, and count how they ended."""
     statuses: Counter[int] = Counter()
-    running: set[int] = set()
     ended, held = os.pipe()  # all hold it, also forks that outlive their runs
     for seed in range(runs):
-        if (process := os.fork()) == 0:
+        if os.fork() == 0:
             try:
                 run(parent, losses, random.Random(seed))
             finally:
                 os._exit(1)
-        running.add(process)
-        if len(running) == AT_ONCE:
-            process, status = os.wait()
-            running.remove(process)
-            statuses[os.waitstatus_to_exitcode(status)] += 1
-    while running:
-        process, status = os.wait()
-        running.remove(process)
-        statuses[os.waitstatus_to_exitcode(status)] += 1
+        if seed >= AT_ONCE:
+            statuses[os.waitstatus_to_exitcode(os.wait()[1])] += 1
+    for _ in range(AT_ONCE):
+        statuses[os.waitstatus_to_exitcode(os.wait()[1])] += 1
     os.close(held)
     os.read(ended, 1)  # returns when the last one has ended
     return statuses

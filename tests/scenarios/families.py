@@ -102,8 +102,9 @@ def backend_format():
 
 
 def dense(out, family):
-    """A family of models without experts."""
-    return seen(run(out, model=tiny_model(family), **backend_format() if family in BACKEND else {}))
+    """A family of models without experts, smoothed where that is the default."""
+    settings = backend_format() if family in BACKEND else {}
+    return seen(run(out, model=tiny_model(family), smooth_activations=None, **settings))
 
 
 def experts(out, family):
@@ -117,28 +118,33 @@ def experts(out, family):
 
 
 def vision(out, family, *parts):
-    """A vision-language model, with pictures or without (`text`), with an adapter (`lora`), or for
-    `RLOO`.
+    """A vision-language model, with pictures or without (`text`), with an adapter (`lora`), for
+    `RLOO`, or with large updates between two rollouts of the same pictures (`again`).
     """
-    from tiny_vision import WORDS, picture, tiny_vision_model, vision_processor
+    from tiny_vision import IDS, picture, tiny_vision_model, vision_processor
 
     model, processor = tiny_vision_model(family), vision_processor(family)
-    rows = {"prompt": [[{"role": "user", "content": f"say {i}"}] for i in range(16)]}
+    count = 4 if "again" in parts else 16
+    rows = {"prompt": [[{"role": "user", "content": f"say {i}"}] for i in range(count)]}
     if "text" not in parts:
-        rows["image"] = [picture(10 * i) for i in range(16)]
+        rows["image"] = [picture(10 * i) for i in range(count)]
     given = {"train_dataset": Dataset.from_dict(rows), "processing_class": processor}
     if "lora" in parts:
         given["peft_config"] = LoraConfig(
             r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False
         )
+    large = {"learning_rate": 0.02, "max_steps": 4} if "again" in parts else {}
     trainer = run(
         out,
         "RLOO" if "RLOO" in parts else "GRPO",
         model=model,
         given=given,
-        generation_kwargs={"allowed_token_ids": WORDS},
+        # A random model would generate image tokens. Tokens with a bias are missing from the
+        # engine's probabilities, so only these two have one.
+        generation_kwargs={"logit_bias": {IDS["image"]: -100.0, IDS["video"]: -100.0}},
         vllm_max_model_length=256,
         beta=0.1 if "lora" in parts else 0.0,
         log_completions=True,
+        **large,
     )
     return seen(trainer)

@@ -2,16 +2,17 @@
 each case.
 """
 
-import argparse
 import logging
+import sys
 from pathlib import Path
 
+import short_runs
 import torch
-from child import Heard, run_all
+from child import Heard, print_record
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from short_runs import BASE, KINDS, letters, saved, texts
-from tiny import KEPT, SIXTEEN_BIT_EXPERTS, tiny_mixture, tiny_model, tiny_tokenizer
+from short_runs import saved, texts
+from tiny import KEPT, SIXTEEN_BIT_EXPERTS, tiny_mixture, tiny_model
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, TrainerCallback
 
 EVERY_SECOND = {
@@ -19,15 +20,13 @@ EVERY_SECOND = {
     "save_strategy": "steps",
     "save_steps": 2,
     "vllm_max_model_length": 64,
+    "learning_rate": 1e-2,
 }
 NOT_REPEATED = ("time/", "step_time", "throughput/", "train_", "weights/")
 
 
 def build(out, kind, model, settings, **given):
-    trainer_kind, config_kind = KINDS[kind]
-    given = {"train_dataset": texts(), "processing_class": tiny_tokenizer()} | given
-    config = config_kind(str(out), **BASE | EVERY_SECOND | {"learning_rate": 1e-2} | settings)
-    trainer = trainer_kind(model, letters, config, **given)
+    trainer = short_runs.build(out, kind, model, given=given, **EVERY_SECOND | settings)
     KEPT.append(trainer)
     return trainer
 
@@ -218,16 +217,9 @@ CASES = (experts, own_adapter, two_adapters, moving_reference, only_models, best
 
 
 if __name__ == "__main__":
-
-    def run(arguments):
-        parser = argparse.ArgumentParser()
-        parser.add_argument("out", type=Path)
-        out = parser.parse_args(arguments).out
-        records = {}
-        for case in CASES:
-            directory = out / case.__name__
-            directory.mkdir(parents=True)
-            records[case.__name__] = case(directory)
-        return records
-
-    run_all(run)
+    records = {}
+    for case in CASES:
+        directory = Path(sys.argv[1], case.__name__)
+        directory.mkdir()
+        records[case.__name__] = case(directory)
+    print_record(records)

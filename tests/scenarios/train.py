@@ -278,6 +278,7 @@ def run(options):
         record["sent_names"] = sorted(name for name, _ in policy())
     if options.save:
         trainer.save_model()
+    record |= {"exported": options.export, "output_dir": options.output_dir}
     engine = generation.sync.route.engine
     if engine is not None:
         record["runner"] = engine.describe().runner

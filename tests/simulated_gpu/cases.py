@@ -1,7 +1,6 @@
 """The cases: every format on every GPU, corners, and faults of vLLM that we repair or refuse."""
 
 import json
-from dataclasses import replace
 from itertools import product
 
 from simulated_gpu.engine import Case
@@ -29,9 +28,12 @@ in 16 bits.
 ALWAYS = {
     Case("A100", "int8"): {"qkv_proj": "CutlassInt8ScaledMMLinearKernel"},
     Case("A100", "int8", runner="V1"): {"qkv_proj": "CutlassInt8ScaledMMLinearKernel"},
+    Case("A100", "int8", backend="humming"): {"qkv_proj": "HummingInt8ScaledMMLinearKernel"},
     # CUTLASS's is disabled by us
     Case("B200", "int8"): {"qkv_proj": "TritonInt8ScaledMMLinearKernel"},
     Case("H100", "fp8", sleeps=True, cache="fp8"): {"qkv_proj": "CutlassFP8ScaledMMLinearKernel"},
+    # DeepGEMM's, too
+    Case("H100", "fp8_block"): {"qkv_proj": "CutlassFp8BlockScaledMMKernel"},
     Case("A100", "w4a16"): {"qkv_proj": "MarlinLinearKernel"},
     Case("H100", "w4a16"): {"qkv_proj": "MacheteLinearKernel"},
     Case("H100", "w4a16", adapter=True): {"base_layer": "MacheteLinearKernel"},
@@ -47,17 +49,9 @@ ALWAYS = {
 """Cases that are always simulated, and the kernels that vLLM chooses for layers of each."""
 
 
-def runs(case: Case) -> bool:
-    """Check that we accept the formats on the GPU."""
-    return all(scheme.runs_on(GPUS[case.gpu]) for scheme in case.schemes)
-
-
-# Other packages may register formats that vLLM runs by these kernels.
-WEIGHT_ONLY = [replace(case, is_refused=False) for case in MATRIX if not runs(case)]
-
 CORNERS = [
-    *WEIGHT_ONLY,
-    *(Case("B200", scheme.name, runner="V1") for scheme in FORMATS),
+    *(Case("H100", name, backend="marlin") for name in ("fp8", "fp8_block")),
+    Case("H100", "fp8", "qwen3", sleeps=True, backend="humming"),
     Case("A100", "w4a16", adapter=True),
     *(Case("H100", name, head=True) for name in ("int8", "fp8", "w4a16", "w8a16")),
     *(Case("H100", name, sleeps=True, cache="fp8") for name in ("int8", "fp8_block", "w4a16")),
@@ -65,9 +59,8 @@ CORNERS = [
     *(Case("H100", name, rank=rank) for name in ("int8", "fp8", "w4a16") for rank in (0, 1)),
     Case("A100", mixed("int8", "w4a16"), sleeps=True),
     Case("A100", "w4a16", "qwen3"),
-    Case("A100", "fp8", "qwen3", sleeps=True, is_refused=False),
     *(
-        Case(gpu, name, "qwen3_moe", experts=True, has_flashinfer=False)
+        Case(gpu, name, "qwen3_moe", experts=True)
         for gpu, names in {
             "A100": ("int8", "w8a16", "w4a16"),
             "RTX 40": ("fp8",),
@@ -75,36 +68,25 @@ CORNERS = [
         }.items()
         for name in names
     ),
-    Case("H100", "fp8", "qwen3_moe", experts=True, sleeps=True, has_flashinfer=False),
-    Case("A100", "fp8", "qwen3_moe", experts=True, has_flashinfer=False, is_refused=False),
+    Case("H100", "fp8", "qwen3_moe", experts=True, sleeps=True),
     *(Case("H100", name, "qwen3_moe") for name in ("int8", "w4a16")),  # experts in 16 bits
 ]
 """Other settings that change which code runs. Not simulated: experts on Blackwell (DeepGEMM),
 FlashInfer's experts, and Humming's, which vLLM takes for `w4a16` on Hopper.
 """
 
-FREED, STALE = "graphs read freed memory", "graphs read other values"
-EXPERTS = Case("H100", "fp8", "qwen3_moe", experts=True, has_flashinfer=False)
+FREED = "graphs read freed memory"
 
-FAULTS = [
-    ("Marlin moves a bias", Case("A100", "w4a16"), FREED, "self_attn.qkv_proj.bias"),
-    ("Marlin moves a bias", Case("A100", mixed("int8", "w8a16")), FREED, "self_attn.qkv_proj.bias"),
-    ("Marlin moves a bias", Case("B200", "w8a16"), STALE, "self_attn.qkv_proj.bias"),
-    (
-        "A bias without a loader",
-        Case("A100", "fp8", is_refused=False),
+FAULTS = {
+    # Marlin moves a bias
+    Case("A100", "w4a16"): (FREED, "self_attn.qkv_proj.bias"),
+    # a bias without a loader
+    Case("A100", "int8", backend="humming"): (
         "reload",
         "TypeError: too many positional arguments",
     ),
-    (
-        "A bias without a loader",
-        Case("RTX 40", "fp8_block", is_refused=False),
-        "reload",
-        "AssertionError",
-    ),
-    ("Kernels' own tensors", Case("A100", "fp8", "qwen3", is_refused=False), FREED, "locks"),
-    ("Kernels' own tensors", EXPERTS, FREED, "ab_strides1"),
-]
-"""Faults of vLLM's own reload: a report in docs/upstream.md, a case, the kind of fault, and a part
-of its words.
-"""
+    # kernels' own tensors
+    Case("H100", "fp8", "qwen3", backend="humming"): (FREED, "locks"),
+    Case("H100", "fp8", "qwen3_moe", experts=True): (FREED, "ab_strides1"),
+}
+"""Cases in which vLLM's own reload has a fault, its kind, and a part of its words."""

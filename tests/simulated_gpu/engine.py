@@ -48,15 +48,14 @@ class Case:
     scheme: str  # its name, or formats by pattern in JSON
     family: str = "qwen2"  # linear layers have biases; those of qwen3 have none
     head: bool = False  # whether the output head is quantized
-    experts: bool = False  # whether experts are
+    experts: bool = False  # whether experts are, without FlashInfer
     rank: int | None = None  # of two in tensor parallelism; `None` without it
     adapter: bool = False  # whether an adapter is sent alone
     runner: str = "V2"  # vLLM's model runner; GPUs run V2
+    backend: str = "auto"  # vLLM's `linear_backend`
     sleeps: bool = False  # level 2, as TRL's
     cache: str = "auto"  # dtype of keys and values
-    has_flashinfer: bool = True
     is_repaired: bool = True  # False: vLLM's own reload
-    is_refused: bool = True  # False: tried although we refuse it
 
     def __str__(self) -> str:
         changed = [
@@ -92,7 +91,7 @@ def simulate(case: Case) -> Report:
         from trl_qurl.rollout.checks import hardware
 
         hardware.gpu_capability = lambda: GPUS[case.gpu]
-        os.environ.update(hardware.kernel_environment(*case.schemes * case.is_refused))
+        os.environ.update(hardware.kernel_environment(*case.schemes))
         stage = "start"
         engine = Engine(case, models[0])
         report.kernels = engine.kernels()
@@ -121,7 +120,7 @@ def prepare_environment(case: Case) -> None:
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
     }
     os.environ.pop("VLLM_DISABLED_KERNELS", None)
-    if case.has_flashinfer:
+    if not case.experts:
         installed.add("flashinfer")
 
 
@@ -162,6 +161,7 @@ class Engine:
                 "dtype": "bfloat16",
                 "max_model_len": 128,
                 "kv_cache_dtype": case.cache,
+                "linear_backend": case.backend,
                 "seed": 0,
                 "enable_lora": case.adapter,
             }

@@ -11,7 +11,7 @@ from simulated_gpu.engine import Case, Report
 from trl_qurl.quantization.formats import FORMATS
 
 PAGE = ROOT / "docs" / "choosing.md"
-BEGIN, END = "<!-- begin: python -m simulated_gpu --write -->\n", "<!-- end -->\n"
+BEGIN, END = "<!-- begin: python -m simulated_gpu -->\n", "<!-- end -->\n"
 
 ROWS = {
     "Turing (T4, RTX 20)": ["T4"],
@@ -34,13 +34,6 @@ def evidence(reports: list[Report]) -> str:
     if any("refused" in report.faults for report in reports):
         return "refused"
     return "fails" if any(report.faults for report in reports) else "simulated"
-
-
-def summary(reports: Mapping[Case, Report]) -> str:
-    """How many cases are as fresh, refused as they should be, and faulty."""
-    found = [evidence([report]) for report in reports.values()]
-    fresh, refused, fail = (found.count(word) for word in ("simulated", "refused", "fails"))
-    return f"{len(found)} cases: {fresh} as fresh, {refused} refused, {fail} with faults"
 
 
 def rows(reports: Mapping[Case, Report]) -> str:

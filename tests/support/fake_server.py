@@ -134,7 +134,6 @@ class FakeServer:
             "model_config": {"logprobs_mode": "processed_logprobs"},
         }
         self.policy = policy
-        self.said: dict[tuple, dict[str, Any]] = {}
         self.asked: list[str] = []
         self.is_up = True
         self.between = HandedOver()
@@ -194,10 +193,7 @@ class FakeServer:
         self, prompt: list[list[int]], n: int, max_tokens: int, logprobs: int, **kwargs: object
     ) -> Iterator[dict[str, Any]]:
         for start in prompt:
-            key = (tuple(start), max_tokens, logprobs)
-            if key not in self.said:
-                self.said[key] = self._continued(start, max_tokens, max(1, logprobs))
-            yield from [self.said[key]] * n
+            yield from [self._continued(start, max_tokens, max(1, logprobs))] * n
 
     @torch.no_grad()
     def _continued(self, start: list[int], steps: int, top: int) -> dict[str, Any]:

@@ -142,9 +142,7 @@ class Smoothing:
                 torch.distributed.all_reduce(inputs)
             if inputs[-1] > 0:
                 has_inputs = True
-                mean_inputs = inputs[:-1] / inputs[-1]
-                mean_columns = columns.to(inputs)[:-1] / columns[-1]
-                self.scales[name] = fitted_scales(mean_inputs, mean_columns)
+                self.scales[name] = fitted_scales(inputs[:-1], columns.to(inputs)[:-1])
         self._inputs.clear()
         return has_inputs
 
@@ -183,7 +181,7 @@ class Smoothing:
 
 
 def fitted_scales(inputs: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """Compute s from the means of X_j² and W_j², all (in,).
+    """Compute s from the sums of X_j² and W_j², all (in,); for means, it would be the same.
 
     Division by the geometric mean keeps the overall magnitude of inputs and weights. s is 1 for
     channels with only zeros as inputs or weights.

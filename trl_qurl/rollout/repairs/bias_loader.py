@@ -1,7 +1,8 @@
 """A bias without a loader, on a GPU (report 7).
 
-Marlin and Humming kernels for FP8 replace a layer's bias by one that has lost its loader, so
-without this repair the first reload of a model with biases fails.
+Marlin's kernels for FP8 and all of Humming's replace a layer's bias by one that has lost its
+loader, so without this repair the first reload of a model with biases fails. vLLM takes them on
+request (`linear_backend`), and for formats that other packages register.
 """
 
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ def around_reload(model: torch.nn.Module) -> Iterator[None]:
         if not isinstance(layer, LinearBase):
             continue
         bias = layer._parameters.get("bias")
-        if bias is not None and not hasattr(bias, "output_dim"):
+        if bias is not None:
             bias.output_dim = 0
             bias.weight_loader = layer.weight_loader
     yield

@@ -1,0 +1,37 @@
+"""Prompts with pictures, as trainer and engine take them."""
+
+import functools
+
+import pytest
+from tiny_vision import picture, vision_processor
+
+from trl_qurl.rollout.repairs.image_prompts import as_plain, check_seen, plain_prompts
+
+
+@pytest.mark.parametrize("family", ["gemma3", "llava_next"])
+def test_prompts_have_one_placeholder_per_image(family):
+    processor = vision_processor(family)
+    image = {"type": "image", "image": picture()}
+    # as ids, the first begins the last
+    parts = ([image, "a"], [image, image, "b"], [image, "a>", image])
+    chats = []
+    for row in parts:
+        content = [
+            {"type": "text", "text": part} if isinstance(part, str) else part for part in row
+        ]
+        chats.append([{"role": "user", "content": content}])
+    template = functools.partial(processor.apply_chat_template, chats, add_generation_prompt=True)
+    whole = template(tokenize=True, return_dict=True)["input_ids"]
+    plain = plain_prompts(processor, chats, whole)
+    for prompt, text in zip(whole, template(tokenize=False), strict=True):
+        found = as_plain(prompt, plain)
+        assert "".join(processor.tokenizer.convert_ids_to_tokens(found)) == text
+        assert as_plain([*prompt, 40, 41], plain) == [*found, 40, 41]
+        assert len(found) < len(prompt)
+    assert as_plain([50, 51], plain) == [50, 51]
+    check_seen(whole, whole)
+    with pytest.raises(
+        ValueError,
+        match=rf"of 9 tokens where the trainer scores one of {len(whole[0])}: .*'server'",
+    ):
+        check_seen(whole, [[7] * 9])
