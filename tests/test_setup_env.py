@@ -11,6 +11,7 @@ from zipfile import ZipFile, ZipInfo
 import pytest
 from documents import ROOT
 
+pytestmark = pytest.mark.xdist_group("set-up")  # one clone for all
 find_uv_bin = pytest.importorskip("uv", reason="needs uv (requirements/)").find_uv_bin
 
 BACKEND = """

@@ -6,11 +6,11 @@ import logging
 import sys
 from pathlib import Path
 
-import short_runs
 import torch
 from child import Heard, print_record
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
+from short_runs import build as build_short_run
 from short_runs import saved, texts
 from tiny import KEPT, SIXTEEN_BIT_EXPERTS, tiny_mixture, tiny_model
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, TrainerCallback
@@ -26,7 +26,7 @@ NOT_REPEATED = ("time/", "step_time", "throughput/", "train_", "weights/")
 
 
 def build(out, kind, model, settings, **given):
-    trainer = short_runs.build(out, kind, model, given=given, **EVERY_SECOND | settings)
+    trainer = build_short_run(out, kind, model, given=given, **EVERY_SECOND | settings)
     KEPT.append(trainer)
     return trainer
 
