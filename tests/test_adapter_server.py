@@ -3,7 +3,7 @@
 import pytest
 from conftest import needs_avx512
 from peft import LoraConfig
-from support.deployment import Deployment
+from support.deployment import Deployment, at_step, history, interrupt, recoveries
 from support.training import MOVED, SAME
 from tiny import PROBE
 
@@ -61,3 +61,22 @@ def test_it_holds_the_trained_adapter(trainer, run_scenario, tmp_path):
         for run in (merged, beside)
     ]
     assert max(kl[1]) < min(max(kl[0]), 1e-4)
+
+
+def test_a_server_that_restarts_gets_the_adapter_again(trainer, deployment, monkeypatch):
+    undisturbed = trainer()
+    undisturbed.train()
+    disturbed = trainer(sync_check_interval=0)  # only the sync after the recovery is checked
+    generation = disturbed.vllm_generation
+    checked = []
+    check = generation.vllm_client.check_base
+    monkeypatch.setattr(
+        generation.vllm_client, "check_base", lambda sent: checked.append(check(sent))
+    )
+    disturbed.add_callback(
+        at_step(2, lambda: interrupt(generation, "generate", deployment.lose_and_wait))
+    )
+    disturbed.train()
+    assert recoveries(disturbed) == 1 and len(checked) == 1
+    assert history(disturbed) == history(undisturbed)
+    assert generation.sync.route.engine.version() == generation.sync.version

@@ -96,7 +96,7 @@ def test_a_trainer_of_trls_that_is_not_of_groups(warm_python, tmp_path):
 
 
 @pytest.mark.skipif("W6A16" not in PRESET_SCHEMES, reason="needs compressed-tensors 0.19")
-def test_a_scheme_that_is_registered_or_of_another_package(warm_python, tmp_path):
+def test_a_scheme_that_is_registered_and_one_of_another_package(warm_python, tmp_path):
     (tmp_path / "my_package.py").write_text(EXAMPLES["scheme"])
     place = {"cwd": tmp_path, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     registered = EXAMPLES["registration"] + USE_THE_REGISTERED

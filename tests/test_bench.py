@@ -12,7 +12,7 @@ from tiny import ENGINE, tiny_model
 
 from benchmarks.shapes import SHAPES
 from trl_qurl.cli import main
-from trl_qurl.lab.bench import run
+from trl_qurl.lab.bench import run, trial
 from trl_qurl.lab.bench.child import Child
 from trl_qurl.lab.bench.plan import Job, Load
 from trl_qurl.lab.bench.trial import random_model
@@ -218,6 +218,15 @@ def test_the_engine_is_measured_alone_if_training_runs_out_of_memory(model, monk
     assert "\n".join(lines) == MEASURED
     record = json.loads(Path("bench.json").read_text())
     assert record["way"].startswith("the engine alone") and [*record["steps"]] == ["none", "int8"]
+
+
+def test_training_has_the_sixteen_bits_of_the_device(model, monkeypatch):
+    monkeypatch.setattr(trial, "full_precision", lambda: ("FP16", "float16"))
+    monkeypatch.setattr(trial, "cpu_settings", dict)
+    monkeypatch.setattr("trl_qurl.QuRLGRPOConfig", lambda directory, **settings: settings)
+    monkeypatch.setattr("trl_qurl.QuRLGRPOTrainer", lambda *given, **more: given[2])
+    settings = trial.build_trainer(Job(model, Load(), False, [], "int8", {}), "output")
+    assert settings["fp16"] and not settings["bf16"]
 
 
 @pytest.fixture

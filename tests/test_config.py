@@ -95,9 +95,10 @@ def refused():
     for name, governor in {**TAKEN_ENGINE_ARGUMENTS, **UNFOLLOWED}.items():
         yield QuRLGRPOConfig, {"vllm_engine_kwargs": {name: None}}, governor
     for cache in TOKEN_CACHES:
-        yield QuRLGRPOConfig, {"vllm_engine_kwargs": {"kv_cache_dtype": cache}}, repr(cache)
-    for name, reason in sampling.REFUSED.items():
-        yield QuRLGRPOConfig, {"generation_kwargs": {name: 2}}, reason
+        for named in (cache, "fp8"):
+            yield QuRLGRPOConfig, {"vllm_engine_kwargs": {"kv_cache_dtype": cache}}, repr(named)
+    for name in ("n", "seed", "logprobs"):
+        yield QuRLGRPOConfig, {"generation_kwargs": {name: 2}}, sampling.REFUSED[name]
     for conflict in (*conflicts.CONFLICTS, conflicts.UNCORRECTED, *conflicts.LIFTED_BOUND):
         settings = {name: FAILING[name] for name in conflict.settings[:2]}
         yield QuRLGRPOConfig, settings, conflict.way_out

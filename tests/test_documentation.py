@@ -10,10 +10,12 @@ nothing, and data sets have two rows.
 
 import ast
 import importlib
+import inspect
 import pkgutil
 import re
+from collections.abc import Callable
 from typing import Any
-from unittest.mock import create_autospec
+from unittest.mock import DEFAULT, create_autospec
 
 import datasets
 import pytest
@@ -27,6 +29,20 @@ DOCS = ROOT / "docs"
 SOURCES = sorted((ROOT / "trl_qurl").rglob("*.py"))
 FOLDERS = "trl_qurl|examples|benchmarks|tests|tools"
 TRAINERS = (QuRLGRPOTrainer, QuRLPPOTrainer, QuRLRLOOTrainer)
+WITHOUT_ALL = [
+    "trl_qurl.advantages",
+    "trl_qurl.lab.data",
+    "trl_qurl.lab.evaluation.scores",
+    "trl_qurl.lab.runs",
+    "trl_qurl.objective",
+    "trl_qurl.quantization.uaq",
+    "trl_qurl.rollout.errors",
+    "trl_qurl.rollout.mismatch",
+    "trl_qurl.trainers.callbacks",
+    "trl_qurl.trainers.run_log",
+]
+"""Public modules without `__all__`: all functions and classes without an underscore are public."""
+
 NO_FILES = r"(first_run|my_rewards|utils|helpers)\.py|(settings|mismatch|other)\.yaml"
 """Files that the text makes up or forbids."""
 
@@ -35,6 +51,19 @@ pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relativ
 
 # Python
 # --------------------------------------------------------------------------------------------------
+
+
+def check_of(trainer: type) -> Callable[..., Any]:
+    """What a double of a trainer does with its arguments."""
+
+    def check(*args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(trainer).bind(*args, **kwargs).arguments
+        assert isinstance(given["args"], trainer._config_class)
+        assert callable(given["reward_funcs"])
+        assert "prompt" in given["train_dataset"].column_names
+        return DEFAULT
+
+    return check
 
 
 # test_examples.py trains it
@@ -48,7 +77,9 @@ def names(monkeypatch) -> dict[str, Any]:
     row = {"prompt": "1 + 1?", "question": "1 + 1?", "answer": "#### 2"}
     dataset = datasets.Dataset.from_list([row] * 2)
     for trainer in TRAINERS:
-        monkeypatch.setattr(trl_qurl, trainer.__name__, create_autospec(trainer))
+        monkeypatch.setattr(
+            trl_qurl, trainer.__name__, create_autospec(trainer, side_effect=check_of(trainer))
+        )
     monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: dataset)
     monkeypatch.chdir(ROOT)
     return {"reward": lambda completions, **kwargs: [0.0] * len(completions), "dataset": dataset}
@@ -113,6 +144,12 @@ def test_metrics_are_all_explained():
     assert set(re.findall(metric, " ".join(inline_code(DOCS / "metrics.md")))) == logged
 
 
+def is_own(it: Any, name: str, module: str) -> bool:
+    """Whether a module defines a public function or class."""
+    is_code = inspect.isclass(it) or inspect.isfunction(it)
+    return is_code and it.__module__ == module and not name.startswith("_")
+
+
 def test_every_public_name_is_in_the_reference(monkeypatch):
     pytest.importorskip("mkdocs", reason="needs mkdocs (trl-qurl[docs])")
     monkeypatch.syspath_prepend(ROOT / "tools")
@@ -121,10 +158,11 @@ def test_every_public_name_is_in_the_reference(monkeypatch):
     listed = {id(pkgutil.resolve_name(name)) for name in re.findall(r"^\| \[`(.+?)`", table, re.M)}
     public = set()
     for path in SOURCES:
-        if "\n__all__ = " in path.read_text():
-            module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-            module = module.removesuffix(".__init__")
-            public |= {f"{module}:{name}" for name in importlib.import_module(module).__all__}
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        if name in WITHOUT_ALL or "\n__all__ = " in path.read_text():
+            module = importlib.import_module(name)
+            own = [each for each, it in vars(module).items() if is_own(it, each, name)]
+            public |= {f"{name}:{each}" for each in vars(module).get("__all__", own)}
     missing = {name for name in public if id(pkgutil.resolve_name(name)) not in listed}
     assert missing == {"trl_qurl:__version__", "trl_qurl:quiet"}, "these are above the table"
 

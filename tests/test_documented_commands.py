@@ -24,10 +24,15 @@ def test_a_command_exists_as_shown(place, words):
 
 def test_a_server_and_a_trainer_on_one_machine_use_different_gpus():
     local = "trl-qurl serve (?!.*(--host|--distributed))|http://(127|localhost)"
-    programs = [(place, words[0]) for place, words in SHOWN if re.search(local, " ".join(words))]
-    assert len(programs) >= 4
-    assert all(first.startswith("CUDA_VISIBLE_DEVICES=") for _, first in programs), programs
-    assert len(programs) == len({*programs}), programs
+    devices = [
+        (place, device)
+        for place, words in SHOWN
+        if re.search(local, " ".join(words))
+        for device in words[0].removeprefix("CUDA_VISIBLE_DEVICES=").split(",")
+    ]
+    assert len(devices) >= 4
+    assert all(device.isdigit() for _, device in devices), devices
+    assert len(devices) == len({*devices}), devices
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

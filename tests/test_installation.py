@@ -34,7 +34,10 @@ def test_extras_exist_and_no_line_needs_a_release_on_an_index():
     setup.read(ROOT / "setup.cfg")
     for path in owner.tracked_texts(ROOT):
         text = path.read_text(encoding="utf-8")
-        assert not re.search(r"pip install trl\Wqurl", text), path
+        for line in re.findall(r"pip install ([^`\n#]+)", text):
+            assert "trl-qurl" not in line or re.search(
+                r"trl-qurl\S* @ |'trl-qurl\[|--no-index", line
+            ), path
         for extras in re.findall(r"(?:trl-qurl|'\.|\"\.)\[([a-z,]+)\]", text):
             assert {*extras.split(",")} <= setup["options.extras_require"].keys(), (path, extras)
 

@@ -1,8 +1,7 @@
 """Every error that a user can meet says what to do, or has a row in docs/troubleshooting.md.
 
 A message names its remedy if a clause of it begins with a verb of `VERBS`, as an order, or if it
-says what a value must be, or ends with a variable. What is known at run time only is `…`, in
-messages as in rows.
+says what a value must be. What is known at run time only is `…`, in messages as in rows.
 """
 
 import ast
@@ -18,7 +17,7 @@ VERBS = (
     "return|run|save|scale|set|shorten|start|stop|train|try|unset|untie|update|use|wait|write"
 )
 REMEDY = re.compile(
-    rf"(?:^|[:;.,(…] ?|\b(?:or|and) )(?:{VERBS})\b|\bmust (?:be|hold)\b|\bsuch as\b|[:.] …\.$",
+    rf"(?:^|[:;.,(…] ?|\b(?:or|and) )(?:{VERBS})\b|\bmust (?:be|hold)\b|\bsuch as\b",
     re.IGNORECASE,
 )
 ERROR = re.compile(r"(?!Assertion)\w+Error|ChildFailure")
@@ -36,11 +35,17 @@ NEITHER = {
     "….__init__() …": "Python's own words, after the name of the class",
     "It ended with status …": "bench says which format was not measured; the log follows",
     "… is not installed.": "a line of doctor's contract, which compares installed packages",
-    "… trained … 2 steps": "doctor adds the advice for a failed trial",
-    "A step has no finite loss": "the same",
+    "A step has no finite loss": "doctor adds the advice for a failed trial",
     "A reward function failed in …, line …": "the user's own line, and the error in it",
     "a step is not a whole number": "becomes the message that a run log is damaged",
-    "…: the one that was trained with reads other weights": "ends with what is to be done",
+    "… cannot work: …. ….": "ends with what is to be done",
+    "The task … is not of the form name=source: ….": "the same",
+    "Unknown task …: ….": "the same",
+    "The list of tasks is empty: ….": "the same",
+    "The longest prompt (… tokens) and --max-tokens …": "the same",
+    "… holds an adapter, and no model: ….": "the same",
+    "… has no trainable parameter": "the same",
+    "…: the one that was trained with reads other weights": "the same",
     "… has the pattern …, which matches": "the same",
     "… answered … with HTTP …": "the same",
     "… did not answer …": "the same",

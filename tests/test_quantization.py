@@ -95,7 +95,8 @@ def test_what_a_scheme_says_of_its_tensors_is_what_it_makes(scheme, dtype):
     for dimension in (0, 1):
         repeats = weight.shape[dimension] // step.shape[dimension]
         step = step.repeat_interleave(repeats, dimension)
-    # Half a step of whole numbers, or an eighth of a float. BF16 rounds scales and weights, too.
+    # Half a step of whole numbers, or an eighth of a float. In BF16, scale and product move the
+    # largest by a quarter each.
     limit = 1.1 * step + weight.float().abs() / 8 * scheme.name.startswith("fp8")
     assert ((scheme.dequantize(tensors) - weight.float()).abs() <= limit).all()
 

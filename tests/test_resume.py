@@ -16,7 +16,7 @@ from support.training import ADAPTER, metrics_by_step, rollout_rows
 from tiny import ENGINE, save_tiny
 from trl.trainer.utils import RepeatSampler
 
-from trl_qurl.trainers.saving import SHAPE, load_rollout_state, save_rollout_state, skip_epochs
+from trl_qurl.trainers.saving import load_rollout_state, save_rollout_state, skip_epochs
 
 INSIDE_A_ROLLOUT = 2
 BETWEEN_ROLLOUTS = 4
@@ -52,6 +52,22 @@ NOISES = {
     "reseeded": ["--reseed", NOISE | {"seed": 1}],
 }
 
+SHAPE = (
+    "per_device_train_batch_size",
+    "num_generations",
+    "steps_per_generation",
+    "num_iterations",
+    "gradient_accumulation_steps",
+    "beta",
+    "vllm_importance_sampling_correction",
+    "temperature",
+    "cast_lm_head_to_fp32",
+    "top_k",
+    "top_p",
+    "min_p",
+    "vllm_structured_outputs_regex",
+    "generation_kwargs",
+)
 SHAPED = SimpleNamespace(**dict.fromkeys(SHAPE, 2))
 
 

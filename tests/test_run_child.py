@@ -46,7 +46,7 @@ def test_a_program_that_does_not_exist(tmp_path):
     ("number", "status", "left"),
     [(signal.SIGTERM, 143, 0), (signal.SIGHUP, 129, 0), (signal.SIGKILL, -9, 1)],
 )
-def test_a_signal_ends_the_command_and_what_it_started(number, status, left, tmp_path):
+def test_a_signal_ends_what_the_command_started_unless_it_kills(number, status, left, tmp_path):
     """As `trl-qurl doctor` in the middle of a trial, which has started a server. Nobody can end
     what the command started after a kill.
     """

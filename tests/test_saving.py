@@ -132,7 +132,7 @@ def test_what_lies_beside_the_weights(saved):
         ({"config.json": "no"}, False),
     ],
 )
-def test_a_directory_that_holds_something_else_is_left_alone(contents, is_replaced, tmp_path):
+def test_nothing_but_a_quantized_checkpoint_is_replaced(contents, is_replaced, tmp_path):
     for name, text in contents.items():
         (tmp_path / name).write_text(text)
     if is_replaced:

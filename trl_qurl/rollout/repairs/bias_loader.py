@@ -23,7 +23,7 @@ def around_reload(model: torch.nn.Module) -> Iterator[None]:
         if not isinstance(layer, LinearBase):
             continue
         bias = layer._parameters.get("bias")
-        if bias is not None:
+        if bias is not None and not hasattr(bias, "output_dim"):
             bias.output_dim = 0
             bias.weight_loader = layer.weight_loader
     yield

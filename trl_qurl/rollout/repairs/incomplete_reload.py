@@ -127,7 +127,7 @@ def _computed_values(module: torch.nn.Module) -> int:
     vLLM counts them among the values to load, and keeps them.
     """
     elements = 0
-    for name, buffer in module.named_buffers():
+    for name, buffer in module.named_buffers(recurse=False):
         if name in module._non_persistent_buffers_set:
             elements += buffer.numel()
     return elements
