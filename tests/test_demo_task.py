@@ -33,6 +33,7 @@ def test_splits_share_no_problem_in_either_order():
 
 
 def test_dataset_and_reward(tokenizer):
+    assert len(tokenizer) == task.VOCABULARY_SIZE
     # digits from 2, plus 12, equals 13, end 1
     [ids] = task.encode_problems([task.Problem(123, 456)], tokenizer).tolist()
     assert ids == [3, 4, 5, 12, 6, 7, 8, 13, 11, 9, 7, 2, 1]

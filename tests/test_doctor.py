@@ -18,6 +18,7 @@ from conftest import child_environment
 from documents import ROOT
 
 from trl_qurl import cli
+from trl_qurl.lab.demo.task import build_tokenizer
 from trl_qurl.lab.doctor import command, device, environment, trial
 from trl_qurl.lab.doctor.report import Line, Status
 
@@ -368,3 +369,10 @@ def test_what_a_cpu_lacks(monkeypatch):
         for line in (device.describe_cpu("torch"), device.check_formats()):
             said += [f"{line.status} {line.text}", line.advice]
     assert "\n".join(filter(None, said)) == CPUS
+
+
+def test_the_trial_has_biases_that_a_kernel_can_misplace():
+    parameters = trial.build_policy(build_tokenizer()).named_parameters()
+    biases = [parameter for name, parameter in parameters if name.endswith("bias")]
+    assert len(biases) == 6
+    assert all(0.5 < bias.std() < 2 for bias in biases)
