@@ -5,12 +5,14 @@ import dataclasses
 import inspect
 import json
 import pickle
+import re
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
+from documents import ROOT
 from support.building import build
 from support.configs import PLAIN, SEVERAL_UPDATES, config, refusal
 from transformers import HfArgumentParser
@@ -58,6 +60,11 @@ def test_updates_per_rollout(per_generation, per_update, iterations, updates):
 
 NAN = float("nan")
 BEYOND = {POSITIVE: (0.0, NAN, "1.5", True), COUNT: (-1,), SHARE: (-0.1, 1.1)}
+
+
+@pytest.mark.parametrize("given", ["none", "None", None])
+def test_unquantized_rollouts_by_name(given):
+    assert config(rollout_quantization=given).rollout_quantization is None
 
 
 # By setting, a value with which it conflicts.
@@ -138,6 +145,14 @@ def test_unknown_names_are_refused_all_at_once_each_with_its_remedy(kind):
     assert first == f"{kind.__name__}() got unexpected keyword arguments:"
     [old] = [row for row in OLD_NAMES.read_text().splitlines() if "max_prompt_length" in row]
     assert lines == [f"{old};", "lerning_rate, did you mean learning_rate?;", "color"]
+
+
+def test_the_table_of_old_names_is_that_of_the_documentation():
+    page = (ROOT / "docs" / "from-trl.md").read_text()
+    for row in OLD_NAMES.read_text().splitlines():
+        name, origin, remedy = re.fullmatch(r"(\w+) \((.+?)\): (.+)", row).groups()
+        assert f"| `{name}` | {origin} | {remedy} |\n" in page
+    assert page.count(" | transformers < ") == OLD_NAMES.read_text().count("(transformers < ")
 
 
 def test_a_subclass_may_have_its_own_constructor_and_copies_are_configs():

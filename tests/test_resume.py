@@ -5,6 +5,7 @@ of them, as after a crash. Four updates share a rollout, so checkpoint 2 lies in
 checkpoint 4 between two.
 """
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,13 @@ from tiny import ENGINE, save_tiny
 from trl.trainer.utils import RepeatSampler
 
 from trl_qurl.trainers.saving import load_rollout_state, save_rollout_state, skip_epochs
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(
+        torch.cuda.is_available(), reason="equality to the last bit is claimed for the CPU only"
+    ),
+]
 
 INSIDE_A_ROLLOUT = 2
 BETWEEN_ROLLOUTS = 4
@@ -52,7 +60,7 @@ NOISES = {
     "reseeded": ["--reseed", NOISE | {"seed": 1}],
 }
 
-SHAPE = (
+NAMES = [
     "per_device_train_batch_size",
     "num_generations",
     "steps_per_generation",
@@ -67,16 +75,10 @@ SHAPE = (
     "min_p",
     "vllm_structured_outputs_regex",
     "generation_kwargs",
-)
-SHAPED = SimpleNamespace(**dict.fromkeys(SHAPE, 2))
+]
+SHAPED = SimpleNamespace(**dict.fromkeys(NAMES, 2))
 
-
-def engines(function):
-    """Mark a test of runs that are compared to the last bit, which is claimed for the CPU only."""
-    on_cpu = pytest.mark.skipif(
-        torch.cuda.is_available(), reason="equality to the last bit is claimed for the CPU only"
-    )
-    return on_cpu(pytest.mark.vllm(pytest.mark.xdist_group("resume")(function)))
+engines = pytest.mark.xdist_group("resume")
 
 
 @pytest.fixture(scope="module")
@@ -107,11 +109,22 @@ def whole(train, directory, kinds):
 
 @pytest.fixture(scope="module")
 def resumed(train, directory, kinds, whole):
-    """The runs that start from a checkpoint of an uninterrupted one, in a new process."""
+    """The runs that start from a checkpoint of an uninterrupted one, in a new process; the last one
+    takes a checkpoint for its model.
+    """
     runs = {}
     for kind, step in RESUMED:
         checkpoint = directory / kind / f"checkpoint-{step}"
         runs[kind, step] = [directory / f"{kind} {step}", "--resume", checkpoint, *kinds[kind]]
+    # With a learning rate of 0 nothing but UAQ could change the weights.
+    still = {
+        "learning_rate": 0.0,
+        "max_steps": 1,
+        "save_strategy": "steps",
+        "save_steps": 1,
+    }
+    last = directory / "GRPO" / f"checkpoint-{STEPS}"
+    runs["model"] = [directory / "still", "--model", last, still]
     return dict(zip(runs, train(*runs.values()), strict=True))
 
 
@@ -146,8 +159,10 @@ def test_a_resumed_run_is_the_one_that_never_stopped(kind, step, directory, whol
     # What is compared moves, and is there.
     moving = "critic/value_loss" if kind == "PPO" else "loss"
     assert len({metrics[moving] for metrics in expected.values()}) == STEPS
+    assert all({"grad_norm", "entropy"} <= metrics.keys() for metrics in expected.values())
     first, second = rollout_rows(uninterrupted)
     assert first["reward"] != second["reward"]
+    assert first["mismatch/kl_k3"] != second["mismatch/kl_k3"]
 
 
 @engines
@@ -174,6 +189,8 @@ def test_only_the_critic_learns_in_its_warmup(whole, directory):
         assert torch.equal(in_warmup[name], start[name])
     embedding = "model.embed_tokens.weight"
     assert not torch.equal(later[embedding], start[embedding])
+    critic = load_file(checkpoints[0] / "critic" / "model.safetensors")
+    assert critic["score.weight"].any()
     losses = [row["loss"] for row in metrics_by_step(whole["PPO"]).values()]
     assert losses[:3] == [0, 0, 0] and losses[3] != 0, (
         "DeepSpeed steps before the callback is asked"
@@ -184,6 +201,17 @@ def test_only_the_critic_learns_in_its_warmup(whole, directory):
 @needs_avx512
 def test_a_checkpoint_of_an_adapter_has_the_adapter_alone(whole, directory):
     assert not (directory / "rounded base" / "checkpoint-2" / "model.safetensors").exists()
+
+
+@engines
+def test_training_a_saved_model_again_does_not_scale_it_again(whole, resumed, directory):
+    checkpoints = directory / "GRPO" / f"checkpoint-{STEPS}", directory / "still" / "checkpoint-1"
+    start, end = (load_file(path / "model.safetensors") for path in checkpoints)
+    torch.testing.assert_close(end, start, rtol=0, atol=0)
+    assert resumed["model"]["uaq_scale"] == 1.5
+    # Up to the scales of smoothing, which the first run has and this one has not.
+    expected = pytest.approx(whole["GRPO"]["probe_end"], abs=0.02)
+    assert resumed["model"]["probe_start"] == expected
 
 
 @engines
@@ -214,7 +242,7 @@ def test_a_state_loads_onto_the_device_of_one_process_among_several(tmp_path):
     assert load_rollout_state(tmp_path, process(1, 3), SHAPED)["batches"] is None
 
 
-@pytest.mark.parametrize("name", SHAPE)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_rollout_of_another_shape_is_dropped_with_one_line(name, tmp_path, caplog):
     kept = {"smoothing": {}, "prompts_drawn": 7}
     state = {"step": 6, "batches": [{}, {}]}
@@ -226,6 +254,33 @@ def test_a_rollout_of_another_shape_is_dropped_with_one_line(name, tmp_path, cap
     assert seen == seen | kept | {"step": 0, "batches": None}
     [record] = caplog.records
     assert record.getMessage().endswith(f"{name} changed.")
+
+
+@pytest.mark.slow
+@engines
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"steps_per_generation": 2, "quantization_ignore": ["lm_head", "re:.*down_proj"]},
+        {"gradient_accumulation_steps": 2},
+        {"smooth_activations": False},
+    ],
+    ids=json.dumps,
+)
+def test_a_run_resumes_inside_a_rollout_with_other_settings(
+    changes, whole, directory, train, tmp_path
+):
+    checkpoint = directory / "GRPO" / f"checkpoint-{INSIDE_A_ROLLOUT}"
+    config = CONFIG | {"max_steps": 6} | changes
+    [record] = train([tmp_path, "--resume", checkpoint, config])
+    seen = metrics_by_step(record)
+    assert set(seen) == {1, 2, 3, 4, 5, 6}
+    is_new = [step for step in range(3, 7) if "reward" in seen[step]]
+    # A new shape has two updates per rollout, and the rollout that the checkpoint was in the middle
+    # of is dropped.
+    assert is_new == ([5] if "smooth_activations" in changes else [3, 5])
+    assert all(abs(seen[step]["loss"]) < 1 for step in range(3, 7))
+    assert all(seen[step]["mismatch/kl_k3"] < 0.01 for step in is_new)
 
 
 @pytest.mark.parametrize("shuffle", [True, False])

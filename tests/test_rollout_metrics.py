@@ -8,11 +8,13 @@ import torch
 from accelerate import Accelerator
 from tiny import tiny_model
 
+from trl_qurl.rollout.cost import RolloutCost
 from trl_qurl.rollout.mismatch import MismatchTally, mismatch_metrics, mismatch_sums
 from trl_qurl.rollout.samples import Listing, Samples
 from trl_qurl.trainers.checks import samples as module
 from trl_qurl.trainers.checks.samples import scored_samples
-from trl_qurl.trainers.scoring import loss_metrics
+from trl_qurl.trainers.dynamic_sampling import FilledBatch, Sample
+from trl_qurl.trainers.scoring import Rollout, loss_metrics
 
 
 def test_mismatch_by_hand():
@@ -125,3 +127,13 @@ def test_a_few_samples_of_different_prompts_are_scored(monkeypatch):
     assert [each.behavior_logps[0].tolist() for each in scored] == [
         [-float(number)] * 3 for number in range(0, count, 4)
     ]
+
+
+def test_samples_of_a_filled_rollout_are_those_of_its_batch():
+    generation = SimpleNamespace(samples=None, sync=SimpleNamespace(version="sync1"))
+    listing = Listing.of([-1.0, -2.0], [4, 9], length=1)
+    sample = Sample({}, [3], [4], "x", [-1.0], listing)
+    rollout = Rollout(generation)
+    rollout.filled = FilledBatch([sample], torch.ones(1, 1))
+    rollout.end({}, RolloutCost())
+    assert rollout.samples == Samples([[3]], [[4]], [listing], has_images=False)

@@ -395,6 +395,12 @@ def test_every_path_of_a_server_needs_the_key(int8_server):
         *routes
     }
     pairs = [(method, path) for path, methods in routes.items() for method in methods]
+    pairs += [("get", path) for path in ("/", "/docs", "/metrics", "/openapi.json", "/nothing")]
+    pairs += [
+        ("options", "/collective_rpc"),
+        ("head", "/server_info"),
+        ("post", "//collective_rpc"),
+    ]
     for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {key}"}):
         opened = [pair for pair in pairs if ask(*pair, headers=headers).status_code != 401]
         assert opened == [("get", "/health")]

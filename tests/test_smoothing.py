@@ -77,7 +77,7 @@ def test_smoothing_changes_neither_function_nor_policy(variant):
 
 
 def test_scales_share_the_range_between_inputs_and_weights():
-    # mean squares
+    # sums of squares
     inputs, columns = torch.tensor([1024.0, 1.0, 1.0, 0.0]), torch.tensor([1.0, 1.0, 1 / 1024, 1.0])
     # 1024^0.2, 1 and 1024^0.3 have the geometric mean 2^(5/3); the last channel is never used.
     expected = torch.tensor([2.0**2, 2.0**0, 2.0**3]) / 2 ** (5 / 3)

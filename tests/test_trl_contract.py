@@ -37,6 +37,12 @@ CLIENT = "trl.generation.vllm_client"
 TRAINER = "transformers.trainer"
 INPLACE = "vllm.model_executor.model_loader.reload.inplace"
 
+OTHER_TRAINERS = [
+    "trl.trainer.distillation_trainer",
+    *(f"trl.experimental.{name}.{name}_trainer" for name in ("sdpo", "sdft", "gold", "iw_opd")),
+]
+"""Where docs/architecture.md says that `QuantizedEngineMixin` works."""
+
 NOT_PRIVATE = {"_asdict", "_fields", "_replace", "_exit"}  # of named tuples and `os`
 NOT_PRIVATE |= {"_version"}  # how often a tensor was written to, documented by torch
 NOT_PRIVATE |= {"_evaluate"}  # of our callback; a trainer has one too
@@ -194,6 +200,21 @@ def test_engine_arguments_are_those_the_config_reserves():
         "model": "model.name_or_path",  # `_make_route` asks whether it is empty
     }
     assert expected.items() <= given.items()
+
+
+@pytest.mark.parametrize("module", OTHER_TRAINERS)
+def test_trainers_of_the_table_have_what_the_engine_needs(module):
+    [trainer] = re.findall(r"^class (\w+Trainer)\(", source_file(module).read_text(), re.M)
+    body = text_of(module, trainer)
+    for extended in (
+        "self.vllm_generation = VLLMGeneration(",
+        "self._metrics = {'train': defaultdict(list), 'eval': defaultdict(list)}",
+        "def _prepare_inputs(self, generation_batch",
+        "def compute_loss(self, model, inputs",
+    ):
+        assert extended in body, trainer
+    is_inside = "from ...generation.vllm_generation import VLLMGeneration" in body
+    assert is_inside == (trainer in ("SDPOTrainer", "SDFTTrainer"))
 
 
 def test_sampling_parameters_that_the_config_names_exist():

@@ -35,6 +35,35 @@ def test_logits_do_not_change(variant, scale):
     assert ((after - before).abs().max() / before.abs().max()).item() < 1e-5
 
 
+def mlp_norm(variant):
+    if variant.startswith("cohere"):
+        return "input_layernorm"
+    return (
+        "pre_feedforward_layernorm"
+        if variant in ("gemma2", "gemma3_text")
+        else "post_attention_layernorm"
+    )
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gains_double_their_layers_halve_and_nothing_else_changes(variant):
+    # Unchanged: biases, o_proj, down_proj, q/k norms, norms after a block, the last norm, embedding
+    # and head.
+    model = dense_model(variant)
+    before = parameters(model)
+    scale_model_(model, 2.0)
+    offset = 1.0 if variant.startswith("gemma") else 0.0
+    for name, parameter in model.named_parameters():
+        expected = before[name]
+        if re.search(
+            r"layers\.\d\.(self_attn\.(q|k|v|qkv)_proj|mlp\.(gate|up|gate_up)_proj)\.weight", name
+        ):
+            expected = expected / 2
+        elif re.search(rf"layers\.\d\.(input_layernorm|{mlp_norm(variant)})\.weight", name):
+            expected = 2 * expected + offset  # 2 (offset + w) − offset
+        assert torch.equal(parameter, expected), name
+
+
 @pytest.mark.parametrize(
     ("variant", "scale", "dtype", "is_exact"),
     [
