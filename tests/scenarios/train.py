@@ -89,6 +89,9 @@ def export(trainer, directory):
             shutil.rmtree(directory / "adapter", ignore_errors=True)
             model.save_pretrained(directory / "adapter")
         return
+    if trainer.is_deepspeed_enabled:
+        trainer.save_quantized(directory)
+        return
     model = whole_model(trainer)
     if not trainer.accelerator.is_main_process:
         return
@@ -110,10 +113,8 @@ def save_unquantized(model, directory):
 
 
 def whole_model(trainer):
-    """The trained model with all of its weights in this process,
-    also where training splits them.
-    """
-    if not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
+    """The trained model with all of its weights in this process, also where FSDP splits them."""
+    if not trainer.is_fsdp_enabled:
         return trainer.model
     unsplit = copy.deepcopy(trainer.unsplit)
     unsplit.load_state_dict(trainer.accelerator.get_state_dict(trainer.model_wrapped), strict=False)
