@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from tiny import (
     MIXTURES,
     SIXTEEN_BIT_EXPERTS,
-    layers_of,
     rollout_settings,
     save_remote_code_model,
     stream_of,
@@ -31,7 +30,6 @@ from trl_qurl.lab.comparison import fitting_formats
 from trl_qurl.quantization import get_scheme, make_plan, write_checkpoint
 from trl_qurl.quantization.checkpoint import load_model
 from trl_qurl.quantization.checkpoint_form import CheckpointForm
-from trl_qurl.quantization.layers import ignored_modules
 from trl_qurl.quantization.merging import model_parameters
 from trl_qurl.rollout.checks.adapter import adapter_obstacle, check_rounding
 from trl_qurl.rollout.checks.hardware import check_cpu_build
@@ -85,19 +83,6 @@ def test_a_quantized_mixture_equals_llmcompressors(family, ignore, tmp_path):
     assert any("experts.0.down_proj.weight_scale" in name for name in ours) == (
         ignore == ["lm_head"]
     )
-
-
-@pytest.mark.parametrize("family", MIXTURES)
-def test_routers_are_not_quantized(family):
-    model = tiny_mixture(family)
-    layers = layers_of(model)
-    stored = {name.rpartition(".")[0] for name in stream_of(model, get_scheme("int8")).form.layout}
-    ends = ("gate", "router", "shared_expert_gate")
-    routers = {name for name in stored - layers if name.rpartition(".")[2] in ends}
-    assert len(routers) == {"qwen2_moe": 4, "glm4_moe": 1}.get(family, 2)
-    for name in routers:  # vLLM gets patterns that match these names and its own
-        assert ignored_modules(model, ["lm_head"])[1:] == ignored_modules(model, [])
-        assert any(_matches(pattern, name) for pattern in ignored_modules(model, [])), name
 
 
 def test_a_format_without_a_kernel_for_this_cpu_is_refused_and_an_inexact_one_named(
@@ -238,9 +223,3 @@ def test_checkpoints_that_fuse_parameters_are_refused():
         ValueError, match=r"checkpoint of LlamaForCausalLM holds .* together with other parameters"
     ):
         CheckpointForm(model)
-
-
-def _matches(pattern, name):
-    from compressed_tensors.utils import is_match
-
-    return is_match(name, nn.Linear(1, 1), (pattern,))

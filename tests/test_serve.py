@@ -236,17 +236,6 @@ def test_what_a_trainer_cannot_score_is_refused(name, value, model, capsys):
     assert "Quantizing" not in said.out, "something was begun first"
 
 
-@pytest.mark.parametrize("adapters", ["--enable-lora", "--enable_lora"])
-def test_a_server_of_adapters_may_load_new_ones(adapters, monkeypatch, capsys):
-    started = {}
-    monkeypatch.setattr("os.execve", lambda program, command, given: started.update(given))
-    launch.run_server(["python", adapters], {})
-    assert started["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
-    assert "compiling" in capsys.readouterr().out
-    launch.run_server(["python", "--enforce-eager"], {})
-    assert "compiling" not in capsys.readouterr().out
-
-
 # The key
 # --------------------------------------------------------------------------------------------------
 
