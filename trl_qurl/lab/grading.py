@@ -7,7 +7,7 @@ r"""What a reference answer is, and which completions are right.
 3. a formula: math-verify compares it, through TRL's reward.
 
 To math-verify a word is a product of letters, so `\boxed{Siarp}` would be right for Paris, and all
-numbers below a millionth are equal. `tests/grading_pairs.py` shows what is right and what is wrong.
+numbers below a millionth are equal. `tests/grading.md` shows what is right and what is wrong.
 """
 
 from __future__ import annotations
