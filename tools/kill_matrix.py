@@ -199,11 +199,7 @@ class Workshop:
 
     def tests_of_line(self, mutant: drawing.Mutant, source: str) -> list[str]:
         """Return the tests that run a mutant's line, or, for what an import runs, its file."""
-        node = next(
-            node
-            for node in ast.walk(ast.parse(source))
-            if getattr(node, "lineno", 0) == mutant.line and ast.unparse(node) == mutant.before
-        )
+        node = drawing.changed_node(source, mutant)
         end = node.test.end_lineno if isinstance(node, ast.If) else node.end_lineno
         by_line = self.lines.get(mutant.path, {})
         tests = {

@@ -116,16 +116,21 @@ def mutants_of(path: Path, lines: set[int]) -> Iterator[Mutant]:
             yield Mutant(str(path), node.lineno, ast.unparse(node), after)
 
 
-def mutated(source: str, mutant: Mutant) -> str | None:
-    """Return a file's text with the change, or `None` where what it changes is gone."""
+def changed_node(source: str, mutant: Mutant) -> ast.AST | None:
+    """Return the nearest node that is what a mutant changes, as lines may have moved."""
     places = [
         node
         for node in ast.walk(ast.parse(source))
         if hasattr(node, "lineno") and ast.unparse(node) == mutant.before and changed(node)
     ]
-    if not places:
+    return min(places, key=lambda place: abs(place.lineno - mutant.line), default=None)
+
+
+def mutated(source: str, mutant: Mutant) -> str | None:
+    """Return a file's text with the change, or `None` where what it changes is gone."""
+    node = changed_node(source, mutant)
+    if node is None:
         return None
-    node = min(places, key=lambda place: abs(place.lineno - mutant.line))
     rows = source.splitlines(keepends=True)
     first, last = rows[node.lineno - 1], rows[node.end_lineno - 1]
     head = first.encode()[: node.col_offset].decode()
