@@ -16,10 +16,12 @@ SCENARIO = Path(__file__).with_name("scenarios") / "on_runner_v2.py"
 
 
 def run_on_v2(*arguments: object) -> list:
+    """The records of the runs, and what a fresh engine says of a checkpoint."""
     # a process that has imported vLLM can't change its mind
     done = completed(sys.executable, SCENARIO, *arguments, VLLM_LOGGING_LEVEL="ERROR")
-    [line] = [line for line in done.stdout.splitlines() if line.startswith("RECORD ")]
-    return json.loads(line.removeprefix("RECORD "))
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RECORD ")]
+    runs, [fresh] = (json.loads(line.removeprefix("RECORD ")) for line in lines)
+    return [*runs, fresh]
 
 
 def config(**settings: object) -> list[str]:
@@ -42,15 +44,14 @@ def test_an_engine_that_slept_computes_what_a_fresh_one_does_and_each_rollout_ha
     """V2 allocates its samplers' state with the weights, which sleep discards. It takes each
     request's seed from NumPy's generator, which reward functions may seed.
     """
-    trained, plain, reseeded = run_on_v2(
-        "train.py",
+    trained, plain, reseeded, fresh = run_on_v2(
+        tmp_path / "weights",
         *(tmp_path, *config(**SLEEPS), "--export", tmp_path / "weights", "--and"),
         *(tmp_path, *config(**STILL), "--and"),
         *(tmp_path, *config(**STILL, **SLEEPS), "--reseed"),
     )
     assert trained["runner"] == "V2"
     assert read_run(tmp_path).settings["model_runner"] == "V2"
-    [fresh] = run_on_v2("fresh_engine.py", tmp_path / "weights")
     assert_moved(trained)
     assert_synced(trained, fresh)
     assert all(row["mismatch/kl_k3"] < 1e-3 for row in rollout_rows(trained))
