@@ -52,9 +52,8 @@ def test_it_holds_the_trained_adapter(trainer, run_scenario, tmp_path):
         assert end == pytest.approx(fresh, abs=SAME)
         assert end != pytest.approx(start, abs=MOVED)
         rows = [row for row in run.state.log_history if "sync/sent_mb" in row]
-        assert (
-            all(0 < row["sync/sent_mb"] < 0.06 for row in rows) and rows[0]["time/sync_check_s"] > 0
-        )
+        assert all(0 < row["sync/sent_mb"] < 0.06 for row in rows)
+        assert rows[0]["time/sync_check_s"] > 0
     # With a rounded base both policies have the same weights.
     kl = [
         [row["mismatch/kl_k3"] for row in run.state.log_history if "loss" in row]
@@ -77,6 +76,7 @@ def test_a_server_that_restarts_gets_the_adapter_again(trainer, deployment, monk
         at_step(2, lambda: interrupt(generation, "generate", deployment.lose_and_wait))
     )
     disturbed.train()
-    assert recoveries(disturbed) == 1 and len(checked) == 1
+    assert recoveries(disturbed) == 1
+    assert len(checked) == 1
     assert history(disturbed) == history(undisturbed)
     assert generation.sync.route.engine.version() == generation.sync.version

@@ -44,7 +44,8 @@ def runs(train, tmp_path_factory):
 def test_weights_are_sent_as_the_policy_computes_with_them(runs):
     share = {name: runs[name]["on_the_grid_of_bf16"] for name in ("autocast", "none", "adapter")}
     assert share["autocast"] == 1.0, "an update that autocast rounds away reached the engine"
-    assert share["none"] < 0.2 and share["adapter"] < 0.2
+    assert share["none"] < 0.2
+    assert share["adapter"] < 0.2
     assert runs["adapter on a float32 model"]["base_on_the_grid_of_bf16"]
 
 
@@ -61,8 +62,10 @@ def test_a_saved_policy_is_loaded_as_it_was_trained(name, dtype, runs):
 def test_only_float32_matrices_are_rounded():
     matrix, bias = torch.tensor([[1.0 + 2.0**-12]]), torch.tensor([1.0 + 2.0**-12])
     rounded = on_grid(matrix, torch.bfloat16)
-    assert rounded.item() == 1.0 and rounded.dtype == torch.float32
-    assert on_grid(bias, torch.bfloat16) is bias and on_grid(matrix, None) is matrix
+    assert rounded.item() == 1.0
+    assert rounded.dtype == torch.float32
+    assert on_grid(bias, torch.bfloat16) is bias
+    assert on_grid(matrix, None) is matrix
     assert on_grid(matrix.half(), torch.bfloat16).dtype == torch.float16
 
 
@@ -75,7 +78,8 @@ def test_only_frozen_matrices_of_the_policy_are_rounded():
         is_policys = "original_module" not in name and "not used" not in name
         rounds = is_policys and not p.requires_grad and p.dim() > 1
         expected = on_grid(before[name], torch.bfloat16 if rounds else None)
-        assert p.dtype == torch.float32 and torch.equal(p, expected)
+        assert p.dtype == torch.float32
+        assert torch.equal(p, expected)
     copy = adapted.base_model.model.model.layers[1].mlp.down_proj.modules_to_save["default"].weight
     sent = dict(model_parameters(adapted, merges=True, grid=torch.bfloat16))[
         "model.layers.1.mlp.down_proj.weight"

@@ -47,5 +47,6 @@ def test_recipes_say_how_to_see_that_a_run_went_well(check, recipe):
         assert metric == "reward" or metric in documented
     # There are fewer than forty rewards, so the first twenty are the last twenty.
     status, [first, *others] = check("--recipe", recipe)
-    assert status == 1 and first.startswith("FAILED  mean(reward[-20:]) > mean(reward[:20])")
+    assert status == 1
+    assert first.startswith("FAILED  mean(reward[-20:]) > mean(reward[:20])")
     assert all(line.startswith("ok") for line in others)

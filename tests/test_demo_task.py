@@ -155,4 +155,5 @@ def test_the_picture_has_the_stored_runs(monkeypatch):
         "INT8 (this run)": False,
         "3 bits with the wrong ratio, quantized_ratio (stored run)": False,
     }
-    assert [*alone.lines] == ["INT8 (this run)"] and kl.logarithmic
+    assert [*alone.lines] == ["INT8 (this run)"]
+    assert kl.logarithmic

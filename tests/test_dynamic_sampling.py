@@ -52,7 +52,8 @@ def test_useless_groups_give_way_and_useful_ones_stay_where_they_are(accelerator
     # Whole groups, each completion once and in its order, with its own tokens, reward and columns.
     for place, sample in enumerate(filled.samples):
         text = f"question {sample.row['number']}, answer {place % GROUP_SIZE}"
-        assert sample.completion == text and bytes(sample.completion_ids).decode() == text
+        assert sample.completion == text
+        assert bytes(sample.completion_ids).decode() == text
         assert len(sample.logps) == len(text)
         expected = [float(place % GROUP_SIZE == 0), sample.row["number"]]
         assert filled.rewards[place].tolist() == expected
@@ -74,7 +75,8 @@ def test_rounds_are_as_large_as_they_have_to_be(accelerator):
     policy, _ = fill(accelerator, batch_of(0, 3, 6, 9, 10))
     assert policy.rounds[1] == 2 * GROUP_SIZE
     policy, filled = fill(accelerator, batch_of(0, 3, 6))  # nothing is missing
-    assert policy.rounds == [9] and group_numbers(filled) == [0, 3, 6]
+    assert policy.rounds == [9]
+    assert group_numbers(filled) == [0, 3, 6]
     assert policy.sampler.prompts.drawn == 0
 
 
@@ -91,7 +93,8 @@ def test_useless_prompts_bound_the_rounds_and_are_reported_once(accelerator, cap
     assert filled.metrics["dynamic_sampling/filled_share"] == 0
     assert filled.metrics["dynamic_sampling/discarded_share"] == pytest.approx(0.9)
     [message] = [text for text in caplog.messages if "Dynamic sampling" in text]
-    assert "in 10 rounds" in message and "dynamic_sampling/filled_share" in message
+    assert "in 10 rounds" in message
+    assert "dynamic_sampling/filled_share" in message
 
 
 def test_a_data_set_that_runs_out_ends_the_rounds(accelerator):
@@ -122,10 +125,8 @@ def test_two_processes_fill_the_batch_of_one(run_scenario):
     assert (one["processes"], two["processes"]) == (1, 2)
     for alone, together in zip(one["rollouts"], two["rollouts"], strict=True):
         numbers = [prompt for prompt, *_ in alone["samples"][::3]]
-        assert (
-            all(tells_apart(row) for row in ROWS if row["prompt"] in numbers)
-            and len(set(numbers)) == 4
-        )
+        assert all(tells_apart(row) for row in ROWS if row["prompt"] in numbers)
+        assert len(set(numbers)) == 4
         # Rounds are cut so that both get as many completions, so their sizes may differ; what is
         # kept does not.
         assert together["samples"] == alone["samples"]

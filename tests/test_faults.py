@@ -161,11 +161,13 @@ def test_trainer_is_killed_during_a_sync(deployment):
     try:
         deadline = time.monotonic() + 120
         while not (directory / "checkpoint-2" / "trainer_state.json").exists():
-            assert time.monotonic() < deadline and trainer.poll() is None
+            assert time.monotonic() < deadline
+            assert trainer.poll() is None
             time.sleep(0.01)
         seen = {path.name for path in deployment.rollouts.glob("*/*/sync-*")}
         while {path.name for path in deployment.rollouts.glob("*/*/*sync-*")} == seen:
-            assert time.monotonic() < deadline and trainer.poll() is None
+            assert time.monotonic() < deadline
+            assert trainer.poll() is None
     finally:
         kill_group(trainer)  # a checkpoint has just been begun
         while group_members(trainer.pid):  # a fork ends a moment after what stands in for it
@@ -218,7 +220,8 @@ def test_dies(deployment, undisturbed, method, lose, says, caplog):
     assert recoveries(trainer) == 1
     assert history(trainer) == undisturbed
     [said] = [text for text in caplog.messages if "Recovery 1 of at most 3" in text]
-    assert f"server at {deployment.server.url} " in said and says in said
+    assert f"server at {deployment.server.url} " in said
+    assert says in said
 
 
 def test_two_processes_recover_together(deployment, train, tmp_path):
@@ -233,7 +236,8 @@ def test_two_processes_recover_together(deployment, train, tmp_path):
         [row for row in record["history"] if "loss" in row] for record in (undisturbed, disturbed)
     ]
     computed = [[[row.get(name) for name in COMPUTED] for row in run] for run in rows]
-    assert computed[0] == computed[1] and len(computed[0]) == 4
+    assert computed[0] == computed[1]
+    assert len(computed[0]) == 4
     assert [sum(row.get("sync/recoveries", 0) for row in run) for run in rows] == [0, 1]
 
 
@@ -246,7 +250,8 @@ def test_answers_500_three_times(deployment, undisturbed):
         at_step(1, lambda: failures.update({"/v1/completions": 2, "/collective_rpc": 1}))
     )
     trainer.train()
-    assert failures == {"/v1/completions": 0, "/collective_rpc": 0} and recoveries(trainer) == 3
+    assert failures == {"/v1/completions": 0, "/collective_rpc": 0}
+    assert recoveries(trainer) == 3
     assert history(trainer) == undisturbed
 
 

@@ -92,4 +92,5 @@ def test_trl_logs_once_what_it_compared(grade):
     logged = []
     text = "\\boxed{12.5 percent}"
     assert grade(["12.5"], [text], log_extra=lambda *given: logged.append(given)) == [1.0]
-    assert ("solution", ["$12.5$"]) in logged and len(logged) == len(dict(logged)) == 3
+    assert ("solution", ["$12.5$"]) in logged
+    assert len(logged) == len(dict(logged)) == 3

@@ -291,7 +291,8 @@ def test_a_rollout_is_scored_without_dropout(is_one_update, trainer, monkeypatch
     for layer in trainer.model.model.layers:
         monkeypatch.setattr(layer.self_attn, "attention_dropout", 0.5)
     batch = rollout_of(trainer)
-    assert trainer.model.training and "old_per_token_logps" in batch
+    assert trainer.model.training
+    assert "old_per_token_logps" in batch
     assert trainer._metrics["train"]["mismatch/kl_k3"][0] < 1e-3
     with torch.no_grad():
         noisy, again = (trainer.model(batch["completion_ids"]).logits for _ in range(2))
@@ -381,7 +382,8 @@ def test_smoothing_learns_from_the_pass_that_scores_and_from_no_other(
     counts = [sums[-1].item() for sums in smoothing._inputs.values()]
     smoothing.collects = False
     smoothing._inputs.clear()
-    assert len(counts) >= 4 and set(counts) == {tokens}
+    assert len(counts) >= 4
+    assert set(counts) == {tokens}
 
 
 def test_the_mismatch_of_a_rollout_comes_with_its_last_micro_batch(trainer):
@@ -405,7 +407,8 @@ def test_a_token_without_a_log_probability_is_left_out(objective, value, trainer
     batch = rollout_of(trainer)
     logged = latest(trainer)
     tokens = batch["completion_mask"].sum().item()
-    assert tokens > 100 and logged["mismatch/invalid_share"] == pytest.approx(1 / tokens)
+    assert tokens > 100
+    assert logged["mismatch/invalid_share"] == pytest.approx(1 / tokens)
     assert all(map(math.isfinite, logged.values())), logged
     ratio = batch["importance_sampling_ratio"]
     assert ratio.isfinite().all()
@@ -499,8 +502,10 @@ def test_a_callback_reads_a_rollout_and_logs(trainer, monkeypatch):
     trainer.remove_callback(kept)
     assert trainer._metrics["train"]["kept"] == [1.0, 2.0]
     first, second = kept.rollouts
-    assert first.version != "" and first.samples is not second.samples
-    assert "reward" in first.metrics and "older" not in first.metrics
+    assert first.version != ""
+    assert first.samples is not second.samples
+    assert "reward" in first.metrics
+    assert "older" not in first.metrics
     assert first.cost.tokens == sum(map(len, first.samples.completions))
 
 
@@ -514,7 +519,8 @@ def test_weights_that_no_sync_has_sent_are_sent_before_tokens_are_sampled(traine
         trainer.model.model.norm.weight.data += change
         rollout_of(trainer)
         versions.append(generation.sync.version)
-    assert versions[0] == versions[1] and len({*versions}) == 3
+    assert versions[0] == versions[1]
+    assert len({*versions}) == 3
 
 
 def test_after_a_sync_that_failed_the_weights_are_sent_again(trainer):

@@ -154,7 +154,8 @@ def test_a_rollout_without_tokens_changes_nothing():
     observed(guard, *[{TAIL: 1.0}] * (WINDOW - 1))
     assert guard.judge({}) == []
     assert observed(guard, {TAIL: 1.0}) == [[TAIL]]
-    assert guard.judge({}) == [] and guard.alarm
+    assert guard.judge({}) == []
+    assert guard.alarm
 
 
 # Contradictions
@@ -214,7 +215,8 @@ def test_one_warning_per_alarm_says_what_to_do(caplog):
     assert f"{KL} is 0.07" in second
     control = TrainerControl()
     guard.on_step_end(None, TrainerState(), control)
-    assert not control.should_training_stop and not control.should_save
+    assert not control.should_training_stop
+    assert not control.should_save
 
 
 def test_a_stop_saves_without_an_evaluation():
@@ -248,9 +250,11 @@ def test_a_stop_leaves_a_checkpoint_that_resumes_in_16_bits(train, tmp_path):
     assert [path.name for path in (tmp_path / "stop").glob("checkpoint-*")] == ["checkpoint-1"]
     assert stopped["history"][-1]["step"] == 1
     # The rollout in progress serves step 2; the next one comes from the policy's own weights.
-    assert rollouts(resumed, "mismatch/guard") == [1, 0] and resumed["history"][-1]["step"] == 4
+    assert rollouts(resumed, "mismatch/guard") == [1, 0]
+    assert resumed["history"][-1]["step"] == 4
     w4a16, unrounded = rollouts(resumed, KL)
-    assert unrounded < 1e-5 and w4a16 > 2e-5
+    assert unrounded < 1e-5
+    assert w4a16 > 2e-5
 
 
 def rollouts(record, metric):

@@ -106,7 +106,8 @@ def test_a_scale_shows_a_weight_that_is_not_finite(name, bits):
         for number in range(2)
         for part, tensor in SCHEMES[name].quantize(weights[number]).items()
     }
-    assert dict(find_not_finite(sent.items(), names)) == sent and not names
+    assert dict(find_not_finite(sent.items(), names)) == sent
+    assert not names
     weights[0][100, 200] = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
     broken = {f"0.{part}": tensor for part, tensor in SCHEMES[name].quantize(weights[0]).items()}
     list(find_not_finite((sent | broken).items(), names))

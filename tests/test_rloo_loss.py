@@ -88,7 +88,8 @@ def reference(trainer, objective, batch):
         clipped.append(bounded * advantage < ratio * advantage)
         if not clipped[-1]:
             surrogate = surrogate - ratio * advantage * weighted / B
-    assert any(clipped) and not all(clipped)
+    assert any(clipped)
+    assert not all(clipped)
     return value, surrogate
 
 

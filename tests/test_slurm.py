@@ -106,7 +106,8 @@ def test_server_and_trainers_find_each_other_and_get_valid_options(start, tmp_pa
     )
     assert job.process.wait(30) == 7, "the exit status of the training"
     assert {"rank 0 on n1", "rank 1 on n2", "server ended"} <= set(job.lines())
-    assert job.lines().count("server on n3") == 2 and "scontrol requeue 7" not in job.lines()
+    assert job.lines().count("server on n3") == 2
+    assert "scontrol requeue 7" not in job.lines()
     server = job.options(".server")
     assert (server["--host"], server["--port"]) == ("10.0.0.3", "8000"), "not loopback"
     assert (server["--tensor-parallel-size"], server["--data-parallel-size"]) == ("2", "4")
@@ -131,12 +132,14 @@ def test_a_job_near_its_time_limit_is_requeued_and_resumes(start, tmp_path):
     job = start(TRAINS_ON="yes")
     deadline = time.monotonic() + 20
     while not {"rank 0 on n1", "rank 1 on n2"} <= set(job.lines()):
-        assert time.monotonic() < deadline and job.process.poll() is None
+        assert time.monotonic() < deadline
+        assert job.process.poll() is None
         time.sleep(0.05)
     job.process.send_signal(signal.SIGUSR1)
     job.process.wait(30)
     *before, last = job.lines()
-    assert last == "scontrol requeue 7" and "server ended" in before
+    assert last == "scontrol requeue 7"
+    assert "server ended" in before
     assert before.count("training ended") == 2
     assert "--resume_from_checkpoint" not in job.lines(".rank0")
     for step in (9, 10, 11):

@@ -131,7 +131,8 @@ def test_state_of_other_layers_is_not_loaded(before, after):
     saved.begin_sync()  # from here on, it collects for its next fit
     same = fitted(before, 1)[1].smoothing
     same.load_state_dict(saved.state_dict())
-    assert same.scales is saved.scales and same.collects
+    assert same.scales is saved.scales
+    assert same.collects
     model, other = fitted(after, 1)
     expected = dict(other.smoothing.scales)
     other.smoothing.load_state_dict(saved.state_dict())
@@ -187,7 +188,8 @@ def test_nothing_is_smoothed_where_that_cannot_act(settings):
 def test_int8_is_smoothed_by_default_for_known_models():
     assert config().smooths is None, "the model decides"
     unknown = tiny_model("opt", ffn_dim=128, word_embed_proj_dim=128)
-    assert can_smooth(tiny_model("llama")) and not can_smooth(unknown)
+    assert can_smooth(tiny_model("llama"))
+    assert not can_smooth(unknown)
     with pytest.raises(ValueError, match=r"model type 'opt'.*Leave smooth_activations out"):
         stream_of(unknown, get_scheme("int8"), smooths=True)
 
@@ -199,7 +201,8 @@ def test_scales_are_not_fitted_before_a_model_is_on_its_device():
         model = tiny_model(tie_word_embeddings=False).to(device)
         model.get_decoder().register_forward_pre_hook(lambda *arguments: passes.append(1))
         weights = prepare_weights(model, settings, Accelerator(), lambda: TOKENS[:1].tolist())
-        assert len(passes) == expected and bool(weights.smoothing.scales) == bool(expected)
+        assert len(passes) == expected
+        assert bool(weights.smoothing.scales) == bool(expected)
 
 
 # A run

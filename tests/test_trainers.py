@@ -36,7 +36,8 @@ def test_trainers_and_engines_are_gone_and_memory_does_not_grow(trainers):
         record = trainers[kind]
         assert not record["trainer"] and not record["engine"], f"{kind}: something holds them"
         resident.append(record["resident"])
-    assert len(resident) == 4 and max(resident) - min(resident) < ENGINE
+    assert len(resident) == 4
+    assert max(resident) - min(resident) < ENGINE
 
 
 def test_a_rollout_that_fails_leaves_nothing_for_the_next_one(trainers):
@@ -49,7 +50,8 @@ def test_a_rollout_that_fails_leaves_nothing_for_the_next_one(trainers):
 def test_another_objective_trains(trainers):
     record = trainers["GRPO"]
     updates = [row for row in record["history"] if "loss" in row]
-    assert len(updates) == 2 and all("acr/lifted_share" not in row for row in updates)
+    assert len(updates) == 2
+    assert all("acr/lifted_share" not in row for row in updates)
     assert "rollout_state_0.pt" in record["checkpoint"]
 
 
@@ -58,7 +60,8 @@ def test_another_trainer_takes_quantized_rollouts(trainers):
     assert record["format"] == "int-quantized"
     [rollout] = [row for row in record["history"] if "reward" in row]
     assert 0 < rollout["mismatch/kl_k3"] < 2e-4
-    assert rollout["time/sync_s"] > 0 and rollout["sync/sent_mb"] > 0
+    assert rollout["time/sync_s"] > 0
+    assert rollout["sync/sent_mb"] > 0
     assert all(row["time/update_s"] > 0 for row in record["history"] if "loss" in row)
     assert "model.safetensors" in record["saved"]
     assert "rollout_state_0.pt" in record["checkpoint"]

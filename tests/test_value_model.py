@@ -27,7 +27,8 @@ def test_critic_starts_from_a_causal_models_backbone_with_a_zero_head(tmp_path, 
     policy = tiny_model(family, tie_word_embeddings=tied)
     critic = build(save_tiny(tmp_path, model=policy))
     logits = critic(IDS, attention_mask=MASK).logits
-    assert logits.shape == (2, 4, 1) and not logits.any()
+    assert logits.shape == (2, 4, 1)
+    assert not logits.any()
     for name, weight in policy.base_model.state_dict().items():
         assert torch.equal(weight, critic.base_model.state_dict()[name]), name
 

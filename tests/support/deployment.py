@@ -96,7 +96,8 @@ class Deployment:
         # stand-ins are small
         large = [process for process in processes if process.memory_info().rss > 10**8]
         behind = [process for process in large if not self._listens(process)]
-        assert behind and len(large) > len(behind)
+        assert behind
+        assert len(large) > len(behind)
         for process in behind:
             process.suspend()
         self.end = threading.Timer(1.0, lambda: [process.kill() for process in behind])

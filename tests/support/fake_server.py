@@ -35,7 +35,8 @@ class HandedOver:
 
     def sender(self) -> SimpleNamespace:
         def broadcast(tensor: torch.Tensor, src: int, stream: object) -> None:
-            assert tensor.dtype == torch.uint8 and tensor.is_contiguous()
+            assert tensor.dtype == torch.uint8
+            assert tensor.is_contiguous()
             self.tensors.put(tensor.clone())
 
         return SimpleNamespace(
