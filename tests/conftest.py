@@ -13,11 +13,9 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import forks
 import pytest
@@ -101,7 +99,7 @@ DISTRIBUTED_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MAS
 """Variables that TRL sets for an engine in its own process."""
 
 
-def child_environment(**extra: str) -> dict[str, str]:
+def child_environment(**extra):
     """Variables for child processes: one thread each, free ports."""
     # An engine in this process leaves its rank behind in the environment; a child has its own.
     inherited = {
@@ -115,9 +113,7 @@ def child_environment(**extra: str) -> dict[str, str]:
     }
 
 
-def completed(
-    *command: object, cwd: Path | None = None, **extra: str
-) -> subprocess.CompletedProcess[str]:
+def completed(*command, cwd=None, **extra):
     """Run a command that must succeed as a child process, and return it with what it printed."""
     words, environment = [*map(str, command)], child_environment(**extra)
     done = subprocess.run(
@@ -127,7 +123,7 @@ def completed(
     return done
 
 
-def free_port() -> int:
+def free_port():
     """Return a port below those that the system hands out:
     nobody else gets it before it is used.
     """
@@ -137,7 +133,7 @@ def free_port() -> int:
     return free_port()
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config):
     # as in a shell's background, and then in all children
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -156,13 +152,13 @@ def pytest_configure(config: pytest.Config) -> None:
             config.option.tx = [f"{worker}//python={start_forks()}" for worker in workers]
 
 
-def pytest_unconfigure(config: pytest.Config) -> None:
+def pytest_unconfigure(config):
     if not hasattr(config, "workerinput"):
         shutil.rmtree(os.environ.pop(SHARED_DIRECTORY), ignore_errors=True)
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_sessionfinish(session: pytest.Session) -> None:
+def pytest_sessionfinish(session):
     """Where `KNOWN_SKIPS_ONLY` is set, a test that is skipped for another reason is a failure."""
     if "KNOWN_SKIPS_ONLY" not in os.environ or hasattr(session.config, "workerinput"):
         return
@@ -179,10 +175,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     """The long groups first, then other tests with engines, then the rest."""
 
-    def place(item: pytest.Item) -> int:
+    def place(item):
         mark = item.get_closest_marker("xdist_group")
         group = mark and (mark.args[0] if mark.args else mark.kwargs["name"])
         if group in LONGEST_FIRST:
@@ -192,7 +188,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=place)
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
+def pytest_collection_finish(session):
     if not session.config.option.collectonly and any(
         "warm_python" in item.fixturenames for item in session.items
     ):
@@ -203,7 +199,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_node_collection_finished(node: Any, ids: Sequence[str]) -> None:
+def pytest_xdist_node_collection_finished(node, ids):
     """Say what is coming, once the first worker has counted."""
     if node.gateway.id != "gw0":
         return
@@ -217,7 +213,7 @@ def pytest_xdist_node_collection_finished(node: Any, ids: Sequence[str]) -> None
 
 
 @pytest.fixture(scope="module", autouse=True)
-def environment_of_a_module() -> Iterator[None]:
+def environment_of_a_module():
     """Restore the variables that an engine in this process sets, such as LD_PRELOAD."""
     before = dict(os.environ)
     yield
@@ -229,13 +225,13 @@ def environment_of_a_module() -> Iterator[None]:
     )
 
 
-def start_forks() -> Path:
+def start_forks():
     directory = Path(os.environ[SHARED_DIRECTORY])
     environment = child_environment(VLLM_LOGGING_LEVEL="ERROR")
     return forks.start(directory, environment, owner=int((directory / "owner").read_text()))
 
 
-def selected(request: pytest.FixtureRequest, *parameters: str) -> set[tuple[Any, ...]]:
+def selected(request, *parameters):
     """Return the values of these parameters in the selected tests that use the fixture."""
     items = [item for item in request.session.items if item.path == request.path]
     items = [item for item in items if request.fixturename in item.fixturenames]
@@ -245,7 +241,7 @@ def selected(request: pytest.FixtureRequest, *parameters: str) -> set[tuple[Any,
     return {tuple(item.callspec.params[name] for name in parameters) for item in items}
 
 
-def kill_group(leader: subprocess.Popen) -> None:
+def kill_group(leader):
     """A process that leads a group, and the group with it, unless it has ended."""
     if leader.poll() is None:
         os.killpg(leader.pid, signal.SIGKILL)
@@ -269,13 +265,13 @@ class Server:
 
     def __init__(
         self,
-        model: Path,
-        directory: Path,
-        *arguments: str,
-        port: int | None = None,
-        python: Path | str = sys.executable,
-        has_worker: bool = False,
-    ) -> None:
+        model,
+        directory,
+        *arguments,
+        port=None,
+        python=sys.executable,
+        has_worker=False,
+    ):
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = directory / f"server-{time.monotonic_ns()}.log"
@@ -294,7 +290,7 @@ class Server:
                 process_group=0,
             )
 
-    def wait_until_healthy(self, timeout: float = 240.0) -> "Server":
+    def wait_until_healthy(self, timeout=240.0):
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
             assert self.process.poll() is None, f"the server ended:\n{self.log.read_text()[-6000:]}"
@@ -307,17 +303,17 @@ class Server:
             f"the server did not start within {timeout} s:\n{self.log.read_text()[-6000:]}"
         )
 
-    def send(self, number: int) -> None:
+    def send(self, number):
         """Send a signal to all processes of the server."""
         os.killpg(self.process.pid, number)
 
-    def kill(self) -> None:
+    def kill(self):
         """Kill the server, as in a crash."""
         if self.process.poll() is None:
             self.send(signal.SIGKILL)
         self.process.wait(30)
 
-    def stop(self, number: int = signal.SIGTERM) -> int:
+    def stop(self, number=signal.SIGTERM):
         """Stop the server like a user or a batch system, with repeated signals, and return the exit
         status.
         """
@@ -333,19 +329,19 @@ class Server:
             f"the server went on after signal {number}:\n{self.log.read_text()[-6000:]}"
         )
 
-    def survivors_after(self, seconds: float) -> list[int]:
+    def survivors_after(self, seconds):
         """Return the processes that still run after this time."""
         deadline = time.monotonic() + seconds
         while self.survivors() and time.monotonic() < deadline:
             time.sleep(0.1)
         return self.survivors()
 
-    def survivors(self) -> list[int]:
+    def survivors(self):
         """Processes of the server that still run."""
         return group_members(self.process.pid)
 
 
-def group_members(group: int) -> list[int]:
+def group_members(group):
     """Processes of a group that still run."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
@@ -360,12 +356,12 @@ def group_members(group: int) -> list[int]:
 
 @contextmanager
 def vllm_server(
-    model: Path,
-    directory: Path,
-    *arguments: str,
-    python: str | Path = sys.executable,
-    has_worker: bool = False,
-) -> Iterator[Server]:
+    model,
+    directory,
+    *arguments,
+    python=sys.executable,
+    has_worker=False,
+):
     """A server that is up inside the block."""
     server = Server(model, directory, *arguments, python=python, has_worker=has_worker)
     try:

@@ -3,7 +3,6 @@
 import re
 import shlex
 import textwrap
-from collections.abc import Iterator
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -33,11 +32,11 @@ class Block(NamedTuple):
     language: str
     code: str
 
-    def __str__(self) -> str:
+    def __str__(self):
         return f"{self.page.relative_to(ROOT)}:{self.line}"
 
 
-def blocks(page: Path, language: str) -> Iterator[Block]:
+def blocks(page, language):
     """The fenced blocks in a language, or the `indented` blocks."""
     text = page.read_text(encoding="utf-8")
     for match in CODE.finditer(text):
@@ -46,39 +45,39 @@ def blocks(page: Path, language: str) -> Iterator[Block]:
             yield Block(page, line, language, textwrap.dedent(match["fenced"] or match["indented"]))
 
 
-def all_blocks(language: str) -> list[Block]:
+def all_blocks(language):
     """The blocks of all pages."""
     return [block for page in PAGES for block in blocks(page, language)]
 
 
-def new_side(diff: Block) -> Block:
+def new_side(diff):
     """What a diff makes of its file."""
     lines = [line[1:] for line in diff.code.splitlines() if not line.startswith("-")]
     return diff._replace(code="\n".join(lines))
 
 
-def prose(page: Path) -> str:
+def prose(page):
     """A page without its blocks of code."""
     return CODE.sub("", page.read_text(encoding="utf-8"))
 
 
-def inline_code(page: Path) -> list[str]:
+def inline_code(page):
     """The text between backticks, in paragraphs and tables."""
     return re.findall(r"(?<!`)`([^`\n]+)`(?!`)", prose(page).replace("\\|", "|"))
 
 
-def links(page: Path) -> list[str]:
+def links(page):
     """Targets of a page's links and images, except those on other hosts."""
     return re.findall(r"\[[^\]]*\]\((?![a-z]+:)([^)\s]+)\)", prose(page))
 
 
-def anchors(page: Path) -> set[str]:
+def anchors(page):
     """A page's headings as GitHub names them in links."""
     titles = re.findall(r"^#+ +(.+?)\s*$", prose(page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-def rows(page: Path, section: str = "") -> Iterator[list[str]]:
+def rows(page, section=""):
     """The cells of every row of the tables on a page, or in a section (`## ...`) of it, without
     heads and rules.
     """
@@ -90,7 +89,7 @@ def rows(page: Path, section: str = "") -> Iterator[list[str]]:
             yield [cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip().strip("|"))]
 
 
-def commands(text: str) -> Iterator[list[str]]:
+def commands(text):
     """The words of each command of a shell block, as the programs get them."""
     for line in text.replace("\\\n", " ").splitlines():
         lexer = shlex.shlex(line, posix=True, punctuation_chars=";&|")
@@ -100,7 +99,7 @@ def commands(text: str) -> Iterator[list[str]]:
                 yield list(words)
 
 
-def shell_commands() -> list[tuple[str, list[str]]]:
+def shell_commands():
     """Every command of every `bash` block and indented block of all pages, and where it is."""
     found = []
     for block in all_blocks("bash") + all_blocks("indented"):
@@ -109,7 +108,7 @@ def shell_commands() -> list[tuple[str, list[str]]]:
     return found
 
 
-def extension_examples() -> dict[str, str]:
+def extension_examples():
     """The Python examples of docs/architecture.md, by what they add."""
     names = "scheme registration objective distillation config trainer check transform"
     examples = [block.code for block in blocks(ROOT / "docs" / "architecture.md", "py")]

@@ -95,7 +95,7 @@ MESSAGE_BYTES = 2**18
 """Largest message of a shim: arguments, environment, open files."""
 
 
-def start(directory: Path, environment: dict[str, str], owner: int) -> Path:
+def start(directory, environment, owner):
     """Start the process that forks, if it does not run yet, and return the replacement of `python`
     at once.
 
@@ -126,7 +126,7 @@ def start(directory: Path, environment: dict[str, str], owner: int) -> Path:
     return shim
 
 
-def serve(listener: socket.socket, owner: int) -> dict[str, Any]:
+def serve(listener, owner):
     """Fork twice for every shim that connects. Returns in the forks only: the job of each."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the supervisors
     end_of_owner = os.pidfd_open(owner)
@@ -140,7 +140,7 @@ def serve(listener: socket.socket, owner: int) -> dict[str, Any]:
     os._exit(0)
 
 
-def supervise(connection: socket.socket, end_of_owner: int) -> dict[str, Any]:
+def supervise(connection, end_of_owner):
     """Fork, report the fork's process and exit status to the shim, and kill the fork if the shim or
     the owner ends.
     """
@@ -165,7 +165,7 @@ def supervise(connection: socket.socket, end_of_owner: int) -> dict[str, Any]:
     os._exit(0)
 
 
-def kill(process: int) -> None:
+def kill(process):
     """Kill a process, and its children if it leads a session."""
     with suppress(ProcessLookupError):
         if os.getsid(process) == process:
@@ -174,7 +174,7 @@ def kill(process: int) -> None:
             os.kill(process, signal.SIGKILL)
 
 
-def become(job: dict[str, Any]) -> None:
+def become(job):
     """Run like `python ARGUMENTS`, in the job's directory, environment and open files."""
     try:
         os.setpgid(0, job["group"])
@@ -208,7 +208,7 @@ def become(job: dict[str, Any]) -> None:
         runpy.run_path(kind, run_name="__main__")
 
 
-def end_of(job: dict[str, Any]) -> int:
+def end_of(job):
     """Run the job and Python's exit handlers, and return the exit status; skips the teardown of
     modules.
     """
@@ -232,7 +232,7 @@ def end_of(job: dict[str, Any]) -> int:
     return status & 0xFF
 
 
-def import_vllm() -> None:
+def import_vllm():
     """Import vLLM, and do once what would take each engine half a second."""
     import vllm.platforms
     from vllm.platforms.cpu import CpuPlatform
@@ -241,7 +241,7 @@ def import_vllm() -> None:
         """Replaces kernels in all modules once, instead of for each engine."""
 
         @classmethod
-        def register_triton_kernel_overrides(cls) -> None:
+        def register_triton_kernel_overrides(cls):
             if "has_kernels" not in vars(cls):
                 super().register_triton_kernel_overrides()
                 cls.has_kernels = True
@@ -260,13 +260,13 @@ def import_vllm() -> None:
         configure_logging(LoggingConfig())
 
 
-def preload() -> None:
+def preload():
     for name in PRELOADED:
         with suppress(ImportError):
             __import__(name)
 
 
-def main() -> None:
+def main():
     listener, owner, shim = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]), sys.argv[3]
     # Control-C is for the tests, which end this process
     signal.signal(signal.SIGINT, signal.SIG_IGN)

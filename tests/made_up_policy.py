@@ -3,19 +3,17 @@ its answers apart.
 """
 
 from types import SimpleNamespace
-from typing import Any
 
 import torch
-from accelerate import Accelerator
 
 from trl_qurl.advantages import weighted_sum
 from trl_qurl.rollout.samples import Listing, Samples
-from trl_qurl.trainers.dynamic_sampling import DynamicSampler, FilledBatch, PromptStream
+from trl_qurl.trainers.dynamic_sampling import DynamicSampler
 
 ROWS = [{"prompt": f"question {number}", "number": number} for number in range(60)]
 
 
-def tells_apart(row: dict[str, Any]) -> bool:
+def tells_apart(row):
     """Whether this prompt's completions get rewards that differ."""
     return row["number"] % 3 == 0
 
@@ -35,12 +33,12 @@ class MadeUpPolicy:
 
     def __init__(
         self,
-        accelerator: Accelerator,
-        group_size: int,
-        prompts: PromptStream,
+        accelerator,
+        group_size,
+        prompts,
         useful=tells_apart,
-        weights: tuple[float, ...] = (1.0, 0.5),
-    ) -> None:
+        weights=(1.0, 0.5),
+    ):
         self.accelerator = accelerator
         self.group_size = group_size
         self.useful = useful
@@ -53,7 +51,7 @@ class MadeUpPolicy:
             accelerator,
         )
 
-    def _generate(self, prompts: list[str]) -> tuple:
+    def _generate(self, prompts):
         self.rounds.append(len(prompts))
         offset = len(prompts) * self.accelerator.process_index
         places = [(offset + i) % self.group_size for i in range(len(prompts))]
@@ -65,7 +63,7 @@ class MadeUpPolicy:
         self.vllm_generation = SimpleNamespace(samples=samples)
         return [[1]] * len(prompts), ids, None, texts, logps, {}, None, []
 
-    def _calculate_rewards(self, rows, prompts, completions, completion_ids) -> torch.Tensor:
+    def _calculate_rewards(self, rows, prompts, completions, completion_ids):
         assert [row["prompt"] for row in rows] == prompts
         rewards = []
         for row, text in zip(rows, completions, strict=True):
@@ -76,7 +74,7 @@ class MadeUpPolicy:
         self._pending_extra_logs["seen"] = [f"saw {text}" for text in completions]
         return self.accelerator.gather(torch.tensor(rewards))
 
-    def fill(self, rows: list[dict[str, Any]]) -> FilledBatch:
+    def fill(self, rows):
         filled = self.sampler.fill(rows, self)
         assert not self._pending_extra_logs, "columns of completions that are not in the batch"
         return filled

@@ -10,9 +10,7 @@ import json
 import re
 import traceback
 from collections import Counter
-from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,12 +36,12 @@ class Recorder(TorchDispatchMode):
         store: Which all processes reach, on a connection of its own.
     """
 
-    def __init__(self, store: dist.Store) -> None:
+    def __init__(self, store):
         super().__init__()
         self.store, self.total = store, 0
         self.store.set_timeout(PATIENCE)
 
-    def run(self, name: str, act: Callable[[], Any]) -> str:
+    def run(self, name, act):
         """Run an operation that all processes run; the error's name, "done", or how the processes
         differ.
         """
@@ -59,7 +57,7 @@ class Recorder(TorchDispatchMode):
             return f"OutOfOrder: {error}"
         return outcome
 
-    def share(self, name: str, value: Any) -> Any:
+    def share(self, name, value):
         """The main process's value, in all processes."""
         if dist.get_rank() == 0:
             self.store.set(f"shared/{name}", json.dumps(value))
@@ -72,7 +70,7 @@ class Recorder(TorchDispatchMode):
             self.record(func.overloadpacket.__name__, args)
         return func(*args, **(kwargs or {}))
 
-    def record(self, operation: str, args: tuple) -> None:
+    def record(self, operation, args):
         leaves = tree_leaves(args)
         groups = [
             dist.ProcessGroup.unbox(leaf)
@@ -91,7 +89,7 @@ class Recorder(TorchDispatchMode):
             [operation, group.group_name, nbytes, *root], tuple(dist.get_process_group_ranks(group))
         )
 
-    def meet(self, made: list, ranks: tuple[int, ...]) -> None:
+    def meet(self, made, ranks):
         """Raise `OutOfOrder` unless all of these processes do the same next."""
         if self.difference:  # an operation that cleans up goes on
             raise OutOfOrder(self.difference)

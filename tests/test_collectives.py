@@ -30,7 +30,7 @@ FAULTY = [
 ]
 
 
-def check(record: dict) -> dict[str, str]:
+def check(record):
     outcomes = record["outcomes"]
     wrong = [
         f"{name}: {end}"

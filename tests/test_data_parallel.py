@@ -30,7 +30,7 @@ def ask(server, headers=None, **settings):
     return answer.json()["choices"]
 
 
-def logps_of(server, engine: int) -> list[float]:
+def logps_of(server, engine):
     """One engine's log-probabilities of the probe's tokens from the second on."""
     headers = {"X-data-parallel-rank": str(engine)}
     [choice] = ask(server, headers, max_tokens=1, prompt_logprobs=0)

@@ -36,18 +36,18 @@ QUIET = {
 CUT = {"top_k": 5}
 
 
-def new_guard(cap: float | None = 2.0, **settings) -> MismatchGuard:
+def new_guard(cap=2.0, **settings):
     args = QuRLGRPOConfig("out", **SETTINGS | settings)
     args.importance_cap = cap
     return MismatchGuard(args)
 
 
-def row_of(rollout: dict[str, float] | float) -> dict[str, float]:
+def row_of(rollout):
     """A quiet rollout with other metrics, or only another KL."""
     return QUIET | (rollout if isinstance(rollout, dict) else {KL: rollout})
 
 
-def observed(guard: MismatchGuard, *rollouts: dict[str, float] | float) -> list[list[str]]:
+def observed(guard, *rollouts):
     """By rollout, the metrics beyond their limits."""
     found = []
     for rollout in rollouts:

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import tarfile
 import venv
-from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
@@ -57,7 +56,7 @@ def test_a_dockerfile_names_files_and_a_vllm_that_exist(path):
 
 
 @pytest.fixture(scope="module")
-def release(tmp_path_factory) -> Path:
+def release(tmp_path_factory):
     """Build an sdist, and a wheel from it."""
     pytest.importorskip("build", reason="needs build (trl-qurl[dev])")
     directory = tmp_path_factory.mktemp("release")
@@ -95,7 +94,7 @@ def test_an_installed_wheel_finds_its_recipes_and_its_extras(release, tmp_path):
     others = next(path for path in sys.path if path.endswith("site-packages"))
     (packages / "others.pth").write_text(f"{others}\n")
 
-    def run(line: str) -> str:
+    def run(line):
         program, *words = line.split()
         command = [tmp_path / "bin" / program, *words]
         path = {"PATH": "/usr/bin:/bin"}

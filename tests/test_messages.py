@@ -6,7 +6,6 @@ says what a value must be. What is known at run time only is `…`, in messages 
 
 import ast
 import re
-from collections.abc import Iterator
 
 import pytest
 from documents import ROOT, rows
@@ -59,7 +58,7 @@ NEITHER = {
 """Beginnings of messages that need no remedy, and why."""
 
 
-def text_of(node: ast.expr) -> str:
+def text_of(node):
     """The text of an expression in the source."""
     match node:
         case ast.Constant():
@@ -71,7 +70,7 @@ def text_of(node: ast.expr) -> str:
     return "…"
 
 
-def messages() -> Iterator[tuple[str, str]]:
+def messages():
     """Yield the place and the text of each message of the package."""
     for path in sorted((ROOT / "trl_qurl").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -81,7 +80,7 @@ def messages() -> Iterator[tuple[str, str]]:
                     yield f"{path.relative_to(ROOT)}:{node.lineno}", text
 
 
-def listed() -> Iterator[re.Pattern]:
+def listed():
     """Yield the messages in docs/troubleshooting.md."""
     for section in SECTIONS:
         for cells in rows(ROOT / "docs" / "troubleshooting.md", section):

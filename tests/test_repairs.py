@@ -4,7 +4,6 @@ import importlib
 import re
 import subprocess
 from configparser import ConfigParser
-from types import ModuleType
 
 import pytest
 from documents import ROOT
@@ -23,13 +22,13 @@ PAGE = ROOT / "docs" / "upstream.md"
 LINK = "../trl_qurl/rollout/repairs/"
 
 
-def reports() -> dict[int, str]:
+def reports():
     """The reports of the page, by number, and the text of each."""
     _, *parts = re.split(r"^###? (\d+)\. ", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
     return dict(zip(map(int, parts[::2]), parts[1::2], strict=True))
 
 
-def supported(library: str) -> tuple[Version, Version]:
+def supported(library):
     """The lowest release of a library that setup.cfg allows, and the lowest that it excludes."""
     config = ConfigParser()
     config.read(ROOT / "setup.cfg")
@@ -42,7 +41,7 @@ def supported(library: str) -> tuple[Version, Version]:
     return bounds[">="], bounds["<"]
 
 
-def imported(name: str) -> ModuleType:
+def imported(name):
     return importlib.import_module(f"{repairs.__name__}.{name}")
 
 

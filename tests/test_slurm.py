@@ -74,12 +74,12 @@ class Job:
             process_group=0,
         )
 
-    def lines(self, program: str = "") -> list[str]:
+    def lines(self, program=""):
         """What was called, or the words that a program was given."""
         path = self.log.with_suffix(program)
         return path.read_text().splitlines() if path.exists() else []
 
-    def options(self, program: str) -> dict[str, str]:
+    def options(self, program):
         """What a program was given, each word with the one behind it."""
         return dict(pairwise(self.lines(program)))
 

@@ -24,7 +24,7 @@ UNTRIED = {"aiohttp", "filelock", "packaging", "pyyaml", "requests", "safetensor
 
 
 @pytest.fixture
-def bounds() -> dict[str, Requirement]:
+def bounds():
     """The requirements of setup.cfg and of the extras for training."""
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")

@@ -1,9 +1,7 @@
 """Tiny random models of real architectures, and a tokenizer for them."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models
@@ -11,7 +9,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForTokenClassification,
-    PreTrainedModel,
     PreTrainedTokenizerFast,
 )
 
@@ -80,9 +77,7 @@ WHOLE_BLOCKS = {"num_attention_heads": 8, "num_key_value_heads": 4}
 """Sizes of a model with layers of 128 x 128 blocks, which every format supports."""
 
 
-def tiny_tokenizer(
-    vocabulary: Sequence[str] = VOCABULARY, **settings: Any
-) -> PreTrainedTokenizerFast:
+def tiny_tokenizer(vocabulary=VOCABULARY, **settings):
     """One token per character or string of the vocabulary, by default per printable ASCII
     character.
     """
@@ -93,9 +88,7 @@ def tiny_tokenizer(
     )
 
 
-def tiny_model(
-    family: str = "qwen2", dtype: torch.dtype = torch.float32, seed: int = 0, **overrides
-) -> PreTrainedModel:
+def tiny_model(family="qwen2", dtype=torch.float32, seed=0, **overrides):
     """A causal model with grouped-query attention; biases (Qwen2) and norm gains are moved off
     their neutral start.
     """
@@ -120,16 +113,14 @@ def tiny_model(
 
 
 @torch.no_grad()
-def move_from_start(model: PreTrainedModel) -> None:
+def move_from_start(model):
     """Move biases and norm gains off their neutral start."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if name.endswith("bias") or "norm" in name:
             tensor.add_(0.1 * torch.randn_like(tensor))
 
 
-def save_tokenizer(
-    directory: Path, chat_template: str | None = None, tokenizer: Any = None
-) -> None:
+def save_tokenizer(directory, chat_template=None, tokenizer=None):
     """Save a tokenizer, by default the tiny one, beside a model."""
     tokenizer = tokenizer or tiny_tokenizer()
     if chat_template:
@@ -138,36 +129,32 @@ def save_tokenizer(
 
 
 def save_tiny(
-    directory: Path,
-    chat_template: str | None = None,
+    directory,
+    chat_template=None,
     *,
-    model: Any = None,
-    tokenizer: Any = None,
-    **settings: Any,
-) -> Path:
+    model=None,
+    tokenizer=None,
+    **settings,
+):
     """Save a model, by default a tiny one with these settings, with its tokenizer."""
     (tiny_model(**settings) if model is None else model).save_pretrained(directory)
     save_tokenizer(directory, chat_template, tokenizer)
     return directory
 
 
-def tiny_classifier(
-    kind: type = AutoModelForTokenClassification, num_labels: int = 1, **overrides
-) -> PreTrainedModel:
+def tiny_classifier(kind=AutoModelForTokenClassification, num_labels=1, **overrides):
     """A model that classifies tokens, as a critic with one label does."""
     config = tiny_model(**overrides).config
     config.num_labels = num_labels
     return kind.from_config(config)
 
 
-def tiny_mixture(family: str, dtype: torch.dtype = torch.float32, **overrides) -> PreTrainedModel:
+def tiny_mixture(family, dtype=torch.float32, **overrides):
     """A model with experts, one of `MIXTURES`."""
     return tiny_model(family, dtype, **MIXTURES[family] | overrides)
 
 
-def with_outliers(
-    model: PreTrainedModel, layer: int, channels: tuple[int, ...] = (3, 50)
-) -> PreTrainedModel:
+def with_outliers(model, layer, channels=(3, 50)):
     """Make two inputs of a block's feed-forward layers large, as in trained models, without
     changing the function.
     """
@@ -203,7 +190,7 @@ case in which it is needed. If transformers has the architecture, TRL loads that
 `auto_map`."""
 
 
-def save_remote_code_model(directory: Path, architecture: str = "InternLM3ForCausalLM") -> str:
+def save_remote_code_model(directory, architecture="InternLM3ForCausalLM"):
     """Save a model with its classes, like models on the Hub with remote code."""
     save_tiny(directory, family="llama", max_position_embeddings=128)
     for name, code in REMOTE_CODE.items():

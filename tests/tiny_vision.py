@@ -15,8 +15,6 @@ from tiny import VOCABULARY, move_from_start, tiny_tokenizer
 from transformers import (
     AutoConfig,
     AutoModelForImageTextToText,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
 )
 
 TEXT = {
@@ -130,7 +128,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 """By `model_type`."""
 
 
-def vision_tokenizer(**named: str) -> PreTrainedTokenizerFast:
+def vision_tokenizer(**named):
     """One token per printable ASCII character, and those around a picture, named as a processor
     asks for them.
     """
@@ -142,7 +140,7 @@ def vision_tokenizer(**named: str) -> PreTrainedTokenizerFast:
     )
 
 
-def tiny_vision_model(family: str, seed: int = 0) -> PreTrainedModel:
+def tiny_vision_model(family, seed=0):
     """A model of a family with moved norm gains, loaded from a checkpoint that is named as
     published ones are.
     """
@@ -160,19 +158,19 @@ def tiny_vision_model(family: str, seed: int = 0) -> PreTrainedModel:
         return AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32)
 
 
-def vision_processor(family: str) -> Any:
+def vision_processor(family):
     """The processor of a family; Qwen's and SmolVLM's need torchvision, and SmolVLM's also
     num2words.
     """
     return VISION_FAMILIES[family]()
 
 
-def picture(shade: int = 100) -> Image.Image:
+def picture(shade=100):
     """A plain square of one gray."""
     return Image.new("RGB", (56, 56), (shade, shade, 255 - shade))
 
 
-def _qwen_processor(kind: str, videos: str) -> Any:
+def _qwen_processor(kind, videos):
     patches = {"patch_size": 14, "min_pixels": 28 * 28, "max_pixels": 56 * 56}
     return getattr(transformers, kind)(
         image_processor=transformers.Qwen2VLImageProcessor(**patches),
@@ -189,7 +187,7 @@ def _qwen_processor(kind: str, videos: str) -> Any:
     )
 
 
-def _gemma3_processor() -> Any:
+def _gemma3_processor():
     return transformers.Gemma3Processor(
         image_processor=transformers.Gemma3ImageProcessorPil(size={"height": 28, "width": 28}),
         tokenizer=vision_tokenizer(image_token="image", boi_token="before", eoi_token="after"),
@@ -198,7 +196,7 @@ def _gemma3_processor() -> Any:
     )
 
 
-def _llava_next_processor() -> Any:
+def _llava_next_processor():
     return transformers.LlavaNextProcessor(
         image_processor=transformers.LlavaNextImageProcessorPil(
             size={"shortest_edge": 28},
@@ -214,7 +212,7 @@ def _llava_next_processor() -> Any:
     )
 
 
-def _smolvlm_processor() -> Any:
+def _smolvlm_processor():
     size = {"longest_edge": 28}
     return transformers.SmolVLMProcessor(
         image_processor=transformers.SmolVLMImageProcessor(

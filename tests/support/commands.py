@@ -6,7 +6,6 @@ reader's own files. Third-party programs are only known by name.
 
 import importlib.util
 import re
-from pathlib import Path
 
 import pytest
 from accelerate.commands.launch import launch_command_parser
@@ -28,7 +27,7 @@ TARGETS = set(re.findall(r"^([a-z-]+):.*## ", MAKEFILE, re.MULTILINE))
 VARIABLES = set(re.findall(r"^([A-Z_]+) \?=", MAKEFILE, re.MULTILINE))
 
 
-def check(words: list[str]) -> None:
+def check(words):
     """Fail if something in a command does not exist."""
     program, *rest = words
     if re.fullmatch(r"[A-Z_]+=\S*", program):  # a variable for one command
@@ -45,13 +44,13 @@ def check(words: list[str]) -> None:
         assert program in THIRD_PARTY.split(), f"{program} is not a known program"
 
 
-def check_make(words: list[str]) -> None:
+def check_make(words):
     for word in words:
         name, equals, _ = word.partition("=")
         assert name in (VARIABLES if equals else TARGETS), f"make has no {name}"
 
 
-def check_accelerate(words: list[str]) -> None:
+def check_accelerate(words):
     """`accelerate launch [options] SCRIPT|-m MODULE ...`, through accelerate's own parser."""
     assert words[0] == "launch"
     args = launch_command_parser().parse_args(words[1:])
@@ -61,7 +60,7 @@ def check_accelerate(words: list[str]) -> None:
     )
 
 
-def check_python(words: list[str]) -> None:
+def check_python(words):
     if words[0] == "-m":
         if words[1] == "trl_qurl":
             return check_trl_qurl(words[2:])
@@ -82,7 +81,7 @@ def check_python(words: list[str]) -> None:
         assert not option.startswith("--") or f'"{option}"' in sources, f"{script.name} {option}"
 
 
-def check_trl_qurl(words: list[str]) -> None:
+def check_trl_qurl(words):
     if words[0] in STAND_INS:
         return check_training(words[0], words[1:])
     args, extra = build_parser(words).parse_known_args(words)
@@ -95,7 +94,7 @@ def check_trl_qurl(words: list[str]) -> None:
         assert {word[2:] for word in extra if word.startswith("--")} <= fields
 
 
-def check_training(command: str, words: list[str]) -> None:
+def check_training(command, words):
     """Run TRL's parser."""
     arguments = []
     for word in words:
@@ -106,7 +105,7 @@ def check_training(command: str, words: list[str]) -> None:
     parse(command, [*arguments, *ON_CPU])
 
 
-def file_of(name: str) -> Path:
+def file_of(name):
     """Find a file by its path in the repository, or an example by its name."""
     matches = [ROOT / name] if (ROOT / name).exists() else list((ROOT / "examples").rglob(name))
     assert len(matches) == 1, f"{name} does not exist"

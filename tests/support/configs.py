@@ -1,7 +1,6 @@
 """Settings that any machine can run."""
 
 from dataclasses import fields
-from typing import Any
 
 import pytest
 from trl import GRPOConfig
@@ -22,7 +21,7 @@ def config(**settings):
     return QuRLGRPOConfig("out", **PLAIN | SEVERAL_UPDATES | settings)
 
 
-def refusal(kind: type = QuRLGRPOConfig, **settings: Any) -> str:
+def refusal(kind=QuRLGRPOConfig, **settings):
     """What a config says that cannot be made."""
     with pytest.raises(ValueError) as error:
         kind("out", **PLAIN | SEVERAL_UPDATES | settings)

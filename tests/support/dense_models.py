@@ -2,7 +2,6 @@
 
 import torch
 from tiny import tiny_model
-from transformers import PreTrainedModel
 
 # Tied like the released models of that type; Qwen2 and one Llama have biases.
 VARIANTS = {
@@ -32,7 +31,7 @@ VARIANTS = {
 IDS = torch.randint(3, 48, (2, 12), generator=torch.Generator().manual_seed(0))
 
 
-def dense_model(variant: str = "llama", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def dense_model(variant="llama", dtype=torch.float32):
     """A tiny model with weights so large that each layer matters to the logits."""
     options = {
         "hidden_size": 32,
@@ -44,6 +43,6 @@ def dense_model(variant: str = "llama", dtype: torch.dtype = torch.float32) -> P
     return tiny_model(options.pop("model_type"), dtype, **options).eval()
 
 
-def logits(model: PreTrainedModel, ids: torch.Tensor = IDS) -> torch.Tensor:
+def logits(model, ids=IDS):
     with torch.no_grad():
         return model(ids).logits

@@ -3,10 +3,7 @@
 import signal
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
 
 import psutil
 from conftest import Server, free_port
@@ -39,7 +36,7 @@ SETTINGS = {
 class Deployment:
     """A model, a server of it that is restarted whenever it ends, and trainers that use it."""
 
-    def __init__(self, directory: Path, python: Path, *options: str) -> None:
+    def __init__(self, directory, python, *options):
         self.directory, self.python = directory, python
         self.options = options or ("--scheme", "int8")
         self.model = save_tiny(directory / "model")
@@ -48,14 +45,14 @@ class Deployment:
         self.server: Server | None = None
         self.end = threading.Timer(0, lambda: None)
 
-    def start(self) -> Server:
+    def start(self):
         self.server = Server(
             self.model, self.directory, *self.options, port=self.port, python=self.python
         )
         threading.Thread(target=self._restart, args=[self.server], daemon=True).start()
         return self.server
 
-    def _restart(self, server: Server) -> None:
+    def _restart(self, server):
         """Start another server when this one ends, as a user's loop or service manager does."""
         server.process.wait()
         with suppress(ProcessLookupError):
@@ -63,32 +60,32 @@ class Deployment:
         if self.server is server:
             self.start()
 
-    def up(self) -> Server:
+    def up(self):
         """The server, once it has come back if a test has lost it."""
         if self.end.is_alive():
             self.end.join()
         return (self.server or self.start()).wait_until_healthy()
 
-    def close(self) -> None:
+    def close(self):
         """End the server for good."""
         server, self.server = self.server, None
         if server:
             server.stop()
 
-    def replace(self) -> None:
+    def replace(self):
         """Kill the server, and return when another one has been started."""
         lost = self.server
         lost.kill()
         while self.server is lost:
             time.sleep(0.05)
 
-    def lose(self) -> None:
+    def lose(self):
         """Stop the server from answering what is on its way, and kill it a second later."""
         self.server.send(signal.SIGSTOP)
         self.end = threading.Timer(1.0, self.replace)
         self.end.start()
 
-    def lose_engine(self) -> None:
+    def lose_engine(self):
         """Stop what is behind the HTTP server, and kill it a second later, as the system does when
         memory is short.
         """
@@ -103,21 +100,21 @@ class Deployment:
         self.end = threading.Timer(1.0, lambda: [process.kill() for process in behind])
         self.end.start()
 
-    def _listens(self, process: psutil.Process) -> bool:
+    def _listens(self, process):
         return any(connection.laddr.port == self.port for connection in process.net_connections())
 
-    def lose_and_wait(self) -> None:
+    def lose_and_wait(self):
         """Kill the server, and return when another one answers in its place."""
         self.replace()
         self.server.wait_until_healthy()
 
-    def hang(self, seconds: float) -> None:
+    def hang(self, seconds):
         """Stop the server for a while."""
         self.server.send(signal.SIGSTOP)
         self.end = threading.Timer(seconds, self.server.send, [signal.SIGCONT])
         self.end.start()
 
-    def config(self, **settings: Any) -> dict[str, Any]:
+    def config(self, **settings):
         url = f"http://127.0.0.1:{self.port}"
         return (
             SETTINGS
@@ -125,9 +122,7 @@ class Deployment:
             | settings
         )
 
-    def trainer(
-        self, model: Any = None, peft_config: Any = None, **settings: Any
-    ) -> QuRLGRPOTrainer:
+    def trainer(self, model=None, peft_config=None, **settings):
         trainer = QuRLGRPOTrainer(
             model=model or str(self.model),
             reward_funcs=lambda completions, **kwargs: [
@@ -144,7 +139,7 @@ class Deployment:
         return trainer
 
 
-def before(call: Callable[..., Any], act: Callable[[], Any]) -> Callable[..., Any]:
+def before(call, act):
     """`call`, with `act` before its first call."""
     acts = [act]
 
@@ -156,23 +151,23 @@ def before(call: Callable[..., Any], act: Callable[[], Any]) -> Callable[..., An
     return wrapped
 
 
-def interrupt(owner: object, method: str, act: Callable[[], Any]) -> None:
+def interrupt(owner, method, act):
     """Do `act` before a method's next call."""
     setattr(owner, method, before(getattr(owner, method), act))
 
 
-def history(trainer: QuRLGRPOTrainer) -> list[list[float | None]]:
+def history(trainer):
     """`COMPUTED` of each update."""
     return [
         [row.get(name) for name in COMPUTED] for row in trainer.state.log_history if "loss" in row
     ]
 
 
-def recoveries(trainer: QuRLGRPOTrainer) -> float:
+def recoveries(trainer):
     return sum(row.get("sync/recoveries", 0) for row in trainer.state.log_history)
 
 
-def at_step(step: int, act: Callable[[], Any]) -> TrainerCallback:
+def at_step(step, act):
     """A callback that does `act` at the end of a step."""
 
     class Act(TrainerCallback):
@@ -183,12 +178,12 @@ def at_step(step: int, act: Callable[[], Any]) -> TrainerCallback:
     return Act()
 
 
-def answer_500(trainer: QuRLGRPOTrainer, failures: dict[str, int]) -> None:
+def answer_500(trainer, failures):
     """Let so many requests of each path fail, and count them down."""
     client = trainer.vllm_generation.vllm_client
     answer = client._answer
 
-    def failing(verb: str, path: str, **kwargs: Any) -> dict[str, Any]:
+    def failing(verb, path, **kwargs):
         if failures.get(path, 0):
             failures[path] -= 1
             raise ServerError(f"{path} answered 500", 500)

@@ -1,15 +1,13 @@
 """Small file systems."""
 
 import subprocess
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
 
 @contextmanager
-def mounted(directory: Path, options: str) -> Iterator[Path]:
+def mounted(directory, options):
     """Make a directory and mount a tmpfs there, with options such as `size=64k` or `ro`."""
     directory.mkdir()
     if subprocess.run(

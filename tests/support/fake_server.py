@@ -7,10 +7,9 @@ that only keeps what it is given. Tokens come from a model of transformers.
 import copy
 import json
 import queue
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
@@ -30,11 +29,11 @@ URL = "http://in.memory"
 class HandedOver:
     """NCCL between two threads of one process."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.tensors: queue.Queue[torch.Tensor] = queue.Queue()
 
-    def sender(self) -> SimpleNamespace:
-        def broadcast(tensor: torch.Tensor, src: int, stream: object) -> None:
+    def sender(self):
+        def broadcast(tensor, src, stream):
             assert tensor.dtype == torch.uint8
             assert tensor.is_contiguous()
             self.tensors.put(tensor.clone())
@@ -43,8 +42,8 @@ class HandedOver:
             broadcast=broadcast, destroy=lambda: None, group=SimpleNamespace(store=None)
         )
 
-    def receiver(self) -> SimpleNamespace:
-        def broadcast(tensor: torch.Tensor, src: int) -> None:
+    def receiver(self):
+        def broadcast(tensor, src):
             tensor.copy_(self.tensors.get(timeout=20))
 
         return SimpleNamespace(broadcast=broadcast, device=torch.device("cpu"))
@@ -53,26 +52,26 @@ class HandedOver:
 class NoStream:
     """In place of a CUDA stream."""
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         pass
 
 
 class Loading(torch.nn.Module):
     """A model that only keeps what it is given."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm = torch.nn.ParameterDict({"weight": torch.zeros(1)})
         self.loaded: dict[str, torch.Tensor] = {}
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def load_weights(self, weights):
         self.loaded.update((name, tensor.clone()) for name, tensor in weights)
 
 
 class Worker(RolloutWorker):
     """The real worker, in place of vLLM's own methods and its adapters."""
 
-    def __init__(self, server: "FakeServer") -> None:
+    def __init__(self, server):
         self.config = server.config
         self.vllm_config = server.vllm_config
         self.model = Loading()
@@ -84,17 +83,17 @@ class Worker(RolloutWorker):
         manager = SimpleNamespace(list_adapters=lambda: server.worker.adapters)
         self.model_runner = SimpleNamespace(lora_manager=SimpleNamespace(_adapter_manager=manager))
 
-    def get_model(self) -> torch.nn.Module:
+    def get_model(self):
         return self.model
 
-    def reload_weights(self, weights_iterator: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def reload_weights(self, weights_iterator):
         self.reloads += 1
         self.model.load_weights(weights_iterator)
 
-    def describe_config(self) -> dict[str, Any]:
+    def describe_config(self):
         return self.config
 
-    def load_adapter(self, path: str) -> None:
+    def load_adapter(self, path):
         tensors = read_tensors(Path(path))
         matrices = {name: SimpleNamespace(lora_a=each, lora_b=None) for name, each in tensors}
         self.adapters = {1: SimpleNamespace(loras=matrices)}
@@ -109,9 +108,7 @@ class FakeServer:
         policy: Samples the tokens.
     """
 
-    def __init__(
-        self, checkpoint: Path | None = None, rank: int = 0, policy: torch.nn.Module | None = None
-    ) -> None:
+    def __init__(self, checkpoint=None, rank=0, policy=None):
         quantization = None
         if checkpoint is not None:
             config = json.loads((checkpoint / "config.json").read_text())
@@ -141,32 +138,32 @@ class FakeServer:
         self.before_answer: Callable[[str], dict | None] = lambda asked: None
         self.restart()
 
-    def restart(self) -> Worker:
+    def restart(self):
         """Start in place of the last one: with a worker that has loaded nothing."""
         self.worker = Worker(self)
         return self.worker
 
-    def client(self, **settings: Any) -> ServedEngine:
+    def client(self, **settings):
         """A client of this server."""
         return self.client_class()(base_url=URL, **settings)
 
-    def client_class(self) -> type[ServedEngine]:
+    def client_class(self):
         """The class of its clients."""
         return type("Client", (InMemoryClient,), {"server": self})
 
-    def connect(self, client: ServedEngine) -> None:
+    def connect(self, client):
         """Open a stream from a client to the worker."""
         client.communicator = self.between.sender()
         self.worker.weight_transfer_engine.model_update_group = self.between.receiver()
 
-    def forget(self) -> None:
+    def forget(self):
         """Drop what a load left half done, and what was sent for it."""
         self.between.tensors = queue.Queue()
         # The thread of a load that was left may still fail, which must not reach the next load.
         self.worker = copy.copy(self.worker)
         self.worker.rollout_load_failed = False
 
-    def answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    def answer(self, path, body):
         asked = body["method"] if path == "/collective_rpc" else path
         self.asked.append(asked)
         answer = self.before_answer(asked)
@@ -190,14 +187,12 @@ class FakeServer:
             "world_size": 1,
         }
 
-    def _choices(
-        self, prompt: list[list[int]], n: int, max_tokens: int, logprobs: int, **kwargs: object
-    ) -> Iterator[dict[str, Any]]:
+    def _choices(self, prompt, n, max_tokens, logprobs, **kwargs):
         for start in prompt:
             yield from [self._continued(start, max_tokens, max(1, logprobs))] * n
 
     @torch.no_grad()
-    def _continued(self, start: list[int], steps: int, top: int) -> dict[str, Any]:
+    def _continued(self, start, steps, top):
         tokens = list(start)
         rows = []
         for _ in range(steps):
@@ -222,10 +217,8 @@ class InMemoryClient(ServedEngine):
 
     server: FakeServer
 
-    def _is_healthy(self) -> bool:
+    def _is_healthy(self):
         return self.server.is_up
 
-    def _answer(
-        self, verb: str, path: str, json: dict[str, Any] | None = None, **kwargs: object
-    ) -> dict[str, Any]:
+    def _answer(self, verb, path, json=None, **kwargs):
         return self.server.answer(path, json or {})

@@ -4,16 +4,13 @@ import fcntl
 import json
 import os
 import subprocess
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import IO, Any
 
 import pytest
 from conftest import (
     SCENARIOS,
     SHARED_DIRECTORY,
-    Server,
     child_environment,
     free_port,
     kill_group,
@@ -26,7 +23,7 @@ SCENARIO_BYTES = 2 * 2**30
 
 
 @pytest.fixture(scope="session")
-def warm_python() -> Path:
+def warm_python():
     """A `python` that has imported everything (`forks`), for tests that do not need a fresh
     process.
     """
@@ -34,7 +31,7 @@ def warm_python() -> Path:
 
 
 @contextmanager
-def memory_for(processes: int) -> Iterator[None]:
+def memory_for(processes):
     """Wait until the scenarios of all workers leave enough memory for more processes."""
     directory = Path(os.environ[SHARED_DIRECTORY])
     slots = max(2, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // SCENARIO_BYTES)
@@ -47,7 +44,7 @@ def memory_for(processes: int) -> Iterator[None]:
         yield
 
 
-def take_slot(directory: Path, slots: int) -> IO[str]:
+def take_slot(directory, slots):
     """Lock a free slot, or wait for the first one."""
     for number in range(slots):
         file = (directory / f"slot-{number}").open("w")
@@ -62,12 +59,12 @@ def take_slot(directory: Path, slots: int) -> IO[str]:
 
 
 @pytest.fixture(scope="session")
-def run_scenario(warm_python, tmp_path_factory) -> Callable[..., Any]:
+def run_scenario(warm_python, tmp_path_factory):
     """Run a script of tests/scenarios, in one process or several,
     and return the record it prints.
     """
 
-    def run(script: str, *arguments: object, processes: int = 1, **extra: str) -> Any:
+    def run(script, *arguments, processes=1, **extra):
         command = [warm_python, SCENARIOS / script, *map(str, arguments)]
         environment = child_environment(VLLM_LOGGING_LEVEL="ERROR", **extra)
         environments = (
@@ -109,12 +106,12 @@ def run_scenario(warm_python, tmp_path_factory) -> Callable[..., Any]:
 
 
 @pytest.fixture(scope="session")
-def train(run_scenario) -> Callable[..., list[Any]]:
+def train(run_scenario):
     """Run tests/scenarios/train.py once for each list of arguments, in one process (or group of
     them); the records. A dictionary among the arguments is a config.
     """
 
-    def run(*runs: list, processes: int = 1) -> list[Any]:
+    def run(*runs, processes=1):
         arguments: list[object] = []
         for parts in runs:
             for part in ["--and", *parts]:
@@ -126,7 +123,7 @@ def train(run_scenario) -> Callable[..., list[Any]]:
 
 
 @pytest.fixture(scope="session")
-def int8_server(warm_python, tmp_path_factory) -> Iterator[Server]:
+def int8_server(warm_python, tmp_path_factory):
     """A server of the tiny model, shared by all tests that do not stop it."""
     from tiny import save_tiny  # which takes long to import
 
@@ -139,7 +136,7 @@ def int8_server(warm_python, tmp_path_factory) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def deployment(warm_python, tmp_path_factory) -> Iterator[Any]:
+def deployment(warm_python, tmp_path_factory):
     """A server of the tests of a module, which may lose it, and trainers that use it."""
     from support.deployment import Deployment  # which takes long to import
 
@@ -148,7 +145,7 @@ def deployment(warm_python, tmp_path_factory) -> Iterator[Any]:
     deployment.close()
 
 
-def launched_environments(environment: dict[str, str], processes: int) -> list[dict[str, str]]:
+def launched_environments(environment, processes):
     """Variables of `accelerate launch` with examples/accelerate_configs/multi_cpu.yaml, for each
     process.
     """

@@ -20,7 +20,7 @@ os.environ |= {
 }
 
 
-def find_triton() -> None:
+def find_triton():
     """Let vLLM look for Triton while there is a backend of that name."""
     from triton.backends import backends  # reads TRITON_INTERPRET
 
@@ -42,7 +42,7 @@ find_triton()
 class OnDevice(TorchFunctionMode):
     """Keeps what is allocated on the engine's device; V2 gives the host's as a string."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.made: list[torch.Tensor] = []
 
@@ -53,7 +53,7 @@ class OnDevice(TorchFunctionMode):
         return result
 
 
-def allow_sleep() -> None:
+def allow_sleep():
     """Let engines sleep. At level 2, they lose what `load_model` has allocated, except for the
     model's buffers: vLLM's worker for GPUs saves these.
     """
@@ -63,11 +63,11 @@ def allow_sleep() -> None:
 
     load_model = CPUModelRunner.load_model
 
-    def recorded(runner: CPUModelRunner, *args, **kwargs) -> None:
+    def recorded(runner, *args, **kwargs):
         with OnDevice() as runner.on_device:
             load_model(runner, *args, **kwargs)
 
-    def sleep(worker: CPUWorker, level: int = 1) -> None:
+    def sleep(worker, level=1):
         runner = worker.model_runner
         made = {str(i): tensors.Held(made, False) for i, made in enumerate(runner.on_device.made)}
         if level == 2:
