@@ -46,6 +46,7 @@ def test_a_difference_is_paired():
     half = Z95 * math.sqrt(11 / 36 / 6)
     found = paired_difference(ours, theirs)
     assert astuple(found) == pytest.approx((0.25, 1 / 6 - half, 1 / 6 + half))
+    assert paired_difference([[False]], [[True]]).low == -1
     with pytest.raises(ValueError):
         paired_difference(ours[:3], theirs)
 
