@@ -227,7 +227,7 @@ def tokenizer_that_adds(single: str) -> PreTrainedTokenizerFast:
 ASSISTANT = {"role": "assistant", "content": "2"}
 DOUBTFUL = {
     # The tokenizer ends the plain texts, too.
-    "an end": ("$A <eos>", "ab", "16 prompts, the first of which is train_dataset[0], end"),
+    "an end": ("$A <eos>", "a", "16 prompts, the first of which is train_dataset[0], end"),
     "an end that is meant": ("$A <eos>", "ab<eos>", "14 prompts, "),
     "two starts": ("<bos> $A", "<bos>ab", "2 prompts, the first of which is train_dataset[14]"),
     "one start": ("<bos> $A", "ab", None),

@@ -74,6 +74,7 @@ def test_names_that_are_checked_before_imports_are_those_of_the_configurations(c
         ("quantize model out --scheme in8", "'in8'; did you mean 'int8'? "),
         ("quantize model out more --scheme int8", "quantize: error: unrecognized arguments: more"),
         ("quantize model out --scheme none", "--scheme is 'none'"),
+        ("eval model", "required: --tasks"),
         ("grpo --modle m", "modle, did you mean model?"),
         ("grpo --model m q.jsonl", "Unknown option or setting (--help-all lists them): q.jsonl"),
         ("grpo --learning-rte=1e-6", "learning_rte, did you mean learning_rate?"),

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from trl_qurl.cli import main
 from trl_qurl.lab.curves import final_value
@@ -75,6 +76,8 @@ def test_warm_start_is_cached_and_not_trained_again(tmp_path, monkeypatch, capsy
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {
         path.name for path in place.iterdir()
     }
+    gains = load_file(place / "model.safetensors")["model.norm.weight"]
+    assert gains.ne(1).all(), "nothing was learned"
     monkeypatch.setattr(warm_start, "train_warm_start", None)
     assert warm_start.cached_warm_start(TINY, tmp_path) == place
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == [place.parent.name]

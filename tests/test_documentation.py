@@ -165,6 +165,7 @@ def test_every_public_name_is_in_the_reference(monkeypatch):
             public |= {f"{name}:{each}" for each in vars(module).get("__all__", own)}
     missing = {name for name in public if id(pkgutil.resolve_name(name)) not in listed}
     assert missing == {"trl_qurl:__version__", "trl_qurl:quiet"}, "these are above the table"
+    assert dir(trl_qurl) == trl_qurl.__all__, "what a notebook completes"
 
 
 # Links

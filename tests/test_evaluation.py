@@ -10,16 +10,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import Accelerator
 from conftest import completed
 from documents import ROOT
 from tiny import ENGINE, save_tiny, tiny_tokenizer
 
 from trl_qurl import cli
-from trl_qurl.lab.evaluation import worker
-from trl_qurl.lab.evaluation.callback import TaskEvaluationCallback
+from trl_qurl.lab.evaluation import callback, worker
+from trl_qurl.lab.evaluation.callback import TaskEvaluationCallback, evaluate_task
 from trl_qurl.lab.evaluation.results import Answers
 from trl_qurl.lab.evaluation.scores import Z95, average_at_k, paired_difference
-from trl_qurl.lab.evaluation.tasks import encode_prompts, load_tasks
+from trl_qurl.lab.evaluation.tasks import Task, encode_prompts, load_tasks
 from trl_qurl.lab.evaluation.worker import Job, answer_task, start
 from trl_qurl.rollout.checks import hardware
 from trl_qurl.rollout.repairs import cpu_memory
@@ -46,6 +47,7 @@ def test_a_difference_is_paired():
     half = Z95 * math.sqrt(11 / 36 / 6)
     found = paired_difference(ours, theirs)
     assert astuple(found) == pytest.approx((0.25, 1 / 6 - half, 1 / 6 + half))
+    assert paired_difference([[False]], [[True]]).low == -1
     with pytest.raises(ValueError):
         paired_difference(ours[:3], theirs)
 
@@ -324,6 +326,22 @@ def test_answers_must_fit_into_the_context(tmp_path, capsys):
     assert encode_prompts(model, ["a" * 10, "b" * 30], 98)[1] == 128
     with pytest.raises(ValueError, match="at most --max-tokens 98"):
         encode_prompts(model, ["a" * 10, "b" * 30], 99)
+
+
+def test_a_callback_counts_tokens_and_ends(monkeypatch):
+    made = [[9, 1], [1, 9], [], [9]]
+    monkeypatch.setattr(callback, "complete_greedily", lambda *given: made)
+    tokenizer = tiny_tokenizer()
+    trainer = SimpleNamespace(
+        accelerator=Accelerator(cpu=True),
+        _tokenizer=tokenizer,
+        processing_class=tokenizer,
+        eos_token_ids=[1],
+        chat_template_kwargs={},
+        vllm_generation=None,
+    )
+    found = evaluate_task(trainer, Task("sums", ["1"] * 4, ["$1$"] * 4))
+    assert [*found.values()] == [0.0, 1.25, 0.25]
 
 
 @pytest.mark.parametrize(

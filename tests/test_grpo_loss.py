@@ -496,8 +496,9 @@ def test_a_callback_reads_a_rollout_and_logs(trainer, monkeypatch):
     kept = Keeps()
     trainer.add_callback(kept)
     trainer._metrics["train"]["older"].append(1.0)
-    for _ in range(2):
-        monkeypatch.setattr(trainer, "_step", 0)
+    trainer.vllm_generation.cost.tokens += 1  # of others
+    for step in (0, 1, 0):
+        monkeypatch.setattr(trainer, "_step", step)
         trainer.training_step(trainer.model, ROWS, None)
     trainer.remove_callback(kept)
     assert trainer._metrics["train"]["kept"] == [1.0, 2.0]

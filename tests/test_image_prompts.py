@@ -4,6 +4,7 @@ import functools
 
 import pytest
 from tiny_vision import picture, vision_processor
+from tokenizers.processors import TemplateProcessing
 
 from trl_qurl.rollout.repairs.image_prompts import as_plain, check_seen, plain_prompts
 
@@ -11,6 +12,12 @@ from trl_qurl.rollout.repairs.image_prompts import as_plain, check_seen, plain_p
 @pytest.mark.parametrize("family", ["gemma3", "llava_next"])
 def test_prompts_have_one_placeholder_per_image(family):
     processor = vision_processor(family)
+    # A template that writes the token that the tokenizer adds, as Gemma's does.
+    tokenizer = processor.tokenizer
+    tokenizer.bos_token = "<eos>"
+    added = TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", 1)])
+    tokenizer.backend_tokenizer.post_processor = added
+    processor.chat_template = "<eos>" + processor.chat_template
     image = {"type": "image", "image": picture()}
     # as ids, the first begins the last
     parts = ([image, "a"], [image, image, "b"], [image, "a>", image])
@@ -25,7 +32,7 @@ def test_prompts_have_one_placeholder_per_image(family):
     plain = plain_prompts(processor, chats, whole)
     for prompt, text in zip(whole, template(tokenize=False), strict=True):
         found = as_plain(prompt, plain)
-        assert "".join(processor.tokenizer.convert_ids_to_tokens(found)) == text
+        assert "".join(tokenizer.convert_ids_to_tokens(found)) == text
         assert as_plain([*prompt, 40, 41], plain) == [*found, 40, 41]
         assert len(found) < len(prompt)
     assert as_plain([50, 51], plain) == [50, 51]

@@ -168,6 +168,9 @@ def test_lists_as_the_engine_returns_them():
     mask = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]).bool()
     doubled = listed.metrics(mask, lambda sums: sums * torch.tensor([1.0, 2.0]))
     assert doubled == {"mismatch/unlisted_mass": pytest.approx(0.4 / 4)}
+    two = ListedTokens(torch.tensor([[[0, 3]]]), torch.zeros(1, 1))
+    logps = listed_tokens.over_lists(torch.zeros(1, 1), torch.zeros(1, 1, 5), two)
+    assert logps.exp() == 0.5, "token 0 is one as any other"
 
 
 def test_lists_as_a_server_sorts_them():

@@ -95,6 +95,12 @@ def test_keys_with_biases_and_no_norm_are_large():
     assert not has_large_keys(tiny_model("qwen3", attention_bias=True)), "its keys have a norm"
 
 
+def test_a_head_that_shares_its_weight_stays_in_16_bits():
+    make_plan(tiny_model(), {"lm_head": "none", "*": "int8"}, [])
+    with pytest.raises(ValueError, match="lm_head shares its weight with the embedding"):
+        make_plan(tiny_model(), "int8", [])
+
+
 def test_something_must_be_quantized():
     with pytest.raises(ValueError, match=r"quantization_ignore=.*re:.\*layers.* 14 linear layers"):
         make_plan(tiny_model(), "int8", ["lm_head", "re:.*layers.*"])

@@ -18,11 +18,11 @@ from trl_qurl.trainers.scoring import Rollout, loss_metrics
 
 
 def test_mismatch_by_hand():
-    # Two learned tokens with ρ = 4 and ρ = 1/2; the third is padding, the fourth was not scored by
-    # the engine.
-    proximal = torch.tensor([[math.log(4.0), math.log(0.5), 50.0, 1.0]])
-    behavior = torch.tensor([[0.0, 0.0, 0.0, math.nan]])
-    mask = torch.tensor([[1, 1, 0, 1]])
+    # Two learned tokens with ρ = 4 and ρ = 1/2; the third is padding, and as many as are scored
+    # were not scored by the engine.
+    proximal = torch.tensor([[math.log(4.0), math.log(0.5), 50.0, 1.0, 1.0]])
+    behavior = torch.tensor([[0.0, 0.0, 0.0, math.nan, math.nan]])
+    mask = torch.tensor([[1, 1, 0, 1, 1]])
     metrics = mismatch_metrics(*mismatch_sums(proximal, behavior, mask, cap=2.0))
     assert metrics["mismatch/kl_k1"] == pytest.approx(-math.log(2) / 2)  # -(ln 4 + ln 1/2) / 2
     # k3: (4 - 1 - ln 4 + 1/2 - 1 - ln 1/2) / 2 = (2.5 - ln 2) / 2
@@ -30,7 +30,7 @@ def test_mismatch_by_hand():
     assert metrics["mismatch/ratio_mean"] == pytest.approx(2.25)
     assert metrics["mismatch/ratio_max"] == pytest.approx(4.0)
     assert metrics["mismatch/capped_share"] == 0.5
-    assert metrics["mismatch/invalid_share"] == pytest.approx(1 / 3)
+    assert metrics["mismatch/invalid_share"] == 0.5
     assert metrics["mismatch/ess"] == pytest.approx(4.5**2 / (2 * 16.25))  # (Σρ)² / (n Σρ²)
     # The error, sqrt(Σ k3²) / n, of k3 = 3 - ln 4 and ln 2 - 1/2.
     assert metrics["mismatch/kl_k3_error"] == pytest.approx(

@@ -237,12 +237,14 @@ def trainer(tmp_path):
 
 
 def test_an_adapter_lies_beside_its_base(trainer):
+    trainer.vllm_generation.weights.grid = torch.bfloat16
     directory = trainer.save_quantized()
     write_checkpoint(tiny_model(), None, "w4a16", directory.with_name("base"))
     torch.testing.assert_close(
         weights_of(directory), weights_of(directory.with_name("base")), rtol=0, atol=0
     )
     assert config_of(directory)["quantization_config"]["format"] == "pack-quantized"
+    assert config_of(directory)["dtype"] == "bfloat16", "as it was trained"
     assert {path.name for path in (directory / "adapter").iterdir()} >= {
         "adapter_config.json",
         "adapter_model.safetensors",

@@ -67,7 +67,6 @@ def write_adapter(model: "PeftModel", tensors: NamedTensors, directory: Path) ->
     config.lora_alpha = config.r
     config.alpha_pattern = dict(config.rank_pattern)
     config.use_rslora = False
-    config.inference_mode = True
     # Some initializations change the base, and would again on loading.
     config.init_lora_weights = True
     with new_directory(directory) as tmp:

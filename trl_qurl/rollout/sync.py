@@ -139,9 +139,13 @@ class WeightSync:
         self.cost.sent_bytes += stream.nbytes
 
     def _remember(self, last: SentWeights | None, now: SentWeights) -> None:
-        is_later = last is not None and now.step >= last.step  # another training starts at 0 again
-        # Without version counters: an optimizer with a learning rate of 0 counts one up as well.
-        if last is None or not is_later or now.fingerprint.values() != last.fingerprint.values():
+        is_unchanged = (
+            last is not None
+            and now.step >= last.step  # another training starts at 0 again
+            # Without version counters: an optimizer with a learning rate of 0 counts one up, too.
+            and now.fingerprint.values() == last.fingerprint.values()
+        )
+        if not is_unchanged:
             self.unchanged_since = now.step
         self._sent = now
         self._is_new = True
