@@ -334,4 +334,5 @@ def test_a_damaged_checkpoint_is_named(built, tmp_path):
     with pytest.raises(Exception) as error:  # noqa: PT011  # of whichever library reads it
         trainer._load_from_checkpoint(str(checkpoint))
     [note] = error.value.__notes__
-    assert str(checkpoint) in note and "earlier checkpoint" in note
+    assert str(checkpoint) in note
+    assert "earlier checkpoint" in note

@@ -217,7 +217,8 @@ def test_the_engine_is_measured_alone_if_training_runs_out_of_memory(model, monk
     lines = [line.rstrip() for line in printed.splitlines()]
     assert "\n".join(lines) == MEASURED
     record = json.loads(Path("bench.json").read_text())
-    assert record["way"].startswith("the engine alone") and [*record["steps"]] == ["none", "int8"]
+    assert record["way"].startswith("the engine alone")
+    assert [*record["steps"]] == ["none", "int8"]
 
 
 def test_training_has_the_sixteen_bits_of_the_device(model, monkeypatch):
@@ -226,7 +227,8 @@ def test_training_has_the_sixteen_bits_of_the_device(model, monkeypatch):
     monkeypatch.setattr("trl_qurl.QuRLGRPOConfig", lambda directory, **settings: settings)
     monkeypatch.setattr("trl_qurl.QuRLGRPOTrainer", lambda *given, **more: given[2])
     settings = trial.build_trainer(Job(model, Load(), False, [], "int8", {}), "output")
-    assert settings["fp16"] and not settings["bf16"]
+    assert settings["fp16"]
+    assert not settings["bf16"]
 
 
 @pytest.fixture
@@ -275,7 +277,8 @@ COLOCATED = ["--scheme", "int8", "--engine-kwargs", json.dumps(ENGINE)]
 )
 def test_steps_of_the_real_trainer(bench, further):
     record, printed = bench(*COLOCATED, *further)
-    assert record["way"] == "steps in turns" and not record["failures"]
+    assert record["way"] == "steps in turns"
+    assert not record["failures"]
     assert [*record["steps"]] == ["none", "int8"]
     for [step, *_] in record["steps"].values():
         parts = [step[part] for part in ("sync", "rollout", "score", "update")]
@@ -294,7 +297,8 @@ def test_an_engine_alone(bench, monkeypatch):
     record, printed = bench(*COLOCATED)
     assert record["way"].startswith("the engine alone")
     for [step, *_] in record["steps"].values():
-        assert step.keys() == {"rollout", "host", "peak"} and 0 < step["host"] < step["rollout"]
+        assert step.keys() == {"rollout", "host", "peak"}
+        assert 0 < step["host"] < step["rollout"]
     assert "so far a rollout is" in printed.lower()
 
 
@@ -303,4 +307,6 @@ def test_an_engine_alone(bench, monkeypatch):
 def test_a_server(bench, int8_server):
     record, printed = bench("--scheme", "int8", "--vllm-server-base-url", int8_server.url)
     [[step, *_]] = record["steps"].values()
-    assert step["sync"] > 0 and step["rollout"] > 0 and "host" not in step
+    assert step["sync"] > 0
+    assert step["rollout"] > 0
+    assert "host" not in step

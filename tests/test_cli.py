@@ -154,7 +154,8 @@ def test_the_help_of_training_shows_essential_options(capsys, command):
     listed = re.findall(r"^  --(\w+) ", shown, re.MULTILINE)
     fields = {field.name for field in dataclasses.fields(QuantizedRolloutsConfig)} - {"use_vllm"}
     assert {*fields, "dataset", "output_dir", "vllm_mode", "config", "objective"} < {*listed}
-    assert listed[0] == "model" and len(listed) < 65
+    assert listed[0] == "model"
+    assert len(listed) < 65
     assert f"trl-qurl {command} --model " in shown, "an example"
     words = " ".join(shown.split())
     assert "default: None" not in words, "which says nothing"
@@ -221,7 +222,8 @@ def test_a_directory_without_a_model_is_not_taken_for_a_hub_name(tmp_path, monke
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cli.main(["quantize", "~/", str(tmp_path / "out"), "--scheme", "int8"]) == 2
     error = capsys.readouterr().err
-    assert "~/ does not contain a model" in error and "~ is not expanded" in error
+    assert "~/ does not contain a model" in error
+    assert "~ is not expanded" in error
     (tmp_path / "config.json").rename(tmp_path / "adapter_config.json")
     with pytest.raises(FileNotFoundError, match="adapter.*merge_and_unload.*--save_quantized"):
         check_model(str(tmp_path))

@@ -195,7 +195,8 @@ def test_tools(shared):
     assert rollout["tools/failure_frequency"] == 0
     call, answer, again = record["said"]
     [function] = [call["function"] for call in call["tool_calls"]]
-    first, second = function["arguments"]["first"], function["arguments"]["second"]
+    first = function["arguments"]["first"]
+    second = function["arguments"]["second"]
     expected = {"add": str(first + second), "look_up": f"nothing of {first}"}[function["name"]]
     assert answer == {"role": "tool", "name": function["name"], "content": expected}
     assert again["role"] == "assistant"
@@ -219,7 +220,8 @@ def test_a_rollout_function(shared):
 def test_rloo_and_ppo(name, mismatch, shared):
     record = shared[name]
     updates, [rollout] = trained(record, mismatch=mismatch)
-    right, length = rollout["rewards/right/mean"], rollout["rewards/length/mean"]
+    right = rollout["rewards/right/mean"]
+    length = rollout["rewards/length/mean"]
     assert rollout["reward"] == pytest.approx(right + 0.5 * length, abs=1e-5)
     assert any("eval_reward" in row for row in record["history"])
     if name == "ppo":

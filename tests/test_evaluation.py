@@ -66,7 +66,8 @@ def test_local_files_are_tasks(tmp_path):
     path = write_questions(tmp_path / "test.jsonl", "7777")
     [task, named] = load_tasks([path, f"mine={path}"], limit=3)
     assert (task.name, named.name) == ("test", "mine")
-    assert len(task.prompts) == 3 and task.solutions == ["$7$"] * 3
+    assert len(task.prompts) == 3
+    assert task.solutions == ["$7$"] * 3
     assert named.digest == task.digest != load_tasks([path])[0].digest
 
 
@@ -204,7 +205,8 @@ def test_two_formats_are_compared_and_not_answered_again(
     words = [*command.split(), "--output-dir", "whole", "--engine-kwargs", engine]
     python = ("-m", "trl_qurl", *words, "--scheme", "none,int8")
     printed = completed(warm_python, *python, COLUMNS="140", PYTHONPATH=str(ROOT)).stdout
-    assert "sums (6)" in printed and "INT8" in printed
+    assert "sums (6)" in printed
+    assert "INT8" in printed
     results = tmp_path / "whole" / "results.json"
     found = json.loads(results.read_text())["results"]
     shown = [(result["task"], result["format"], result["questions"]) for result in found]

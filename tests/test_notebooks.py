@@ -113,7 +113,8 @@ def assert_trained(start: Path, policy: str) -> None:
     """Check that a policy was trained, and saved as it is and in 8 bits."""
     run = start / "run" / "int8"
     [row] = [row for row in read_run(run).rows if "reward" in row]
-    assert row["step"] == 4 and 0 < row["reward"] < 1
+    assert row["step"] == 4
+    assert 0 < row["reward"] < 1
     after, before = (AutoModelForCausalLM.from_pretrained(path) for path in (run / policy, "model"))
     layer = "model.layers.0.mlp.down_proj.weight"
     assert not torch.equal(after.get_parameter(layer), before.get_parameter(layer))
@@ -167,7 +168,8 @@ def test_the_notebook_that_explains_the_method(warm_python, tmp_path):
     # Shared rounded weights remove a part of it, and nearly all of what four bits do: INT4 has the
     # activations of INT8. An actor that rounds its weights twice would keep a third.
     ways = 'WAYS = ("exact", "round_base")'
-    exact, rounded = figures(ways, "exact"), figures(ways, "round_base")
+    exact = figures(ways, "exact")
+    rounded = figures(ways, "round_base")
     assert all(1e-9 < after < before for before, after in zip(exact, rounded, strict=True))
     assert rounded[2] < exact[2] / 20
     # AdamW: s. Gradient descent: s². Powers of two do not change codes.
@@ -243,7 +245,8 @@ def test_the_first_cell_installs_builds_for_the_driver_or_stops(
     command = [sys.executable, "-I", "-S", "-c", code]
     done = subprocess.run(command, env={"PATH": str(tmp_path)}, capture_output=True, text=True)
     if ": choose " in expected:
-        assert done.returncode == 1 and not said.exists()
+        assert done.returncode == 1
+        assert not said.exists()
         assert done.stderr.startswith(expected)
     else:
         assert done.returncode == 0, done.stderr

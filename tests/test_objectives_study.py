@@ -104,7 +104,8 @@ def test_the_tables_of_exploration_are_those_of_the_page(capsys):
     printed = capsys.readouterr().out
     rows = [line for line in printed.splitlines() if line.startswith("|")]
     page = (study.RESULTS.parents[1] / "study.md").read_text(encoding="utf-8")
-    assert len(rows) == 2 * 8 and [row for row in rows if row not in page] == []
+    assert len(rows) == 2 * 8
+    assert [row for row in rows if row not in page] == []
     assert "of 48 differences" in printed
 
 
@@ -167,5 +168,7 @@ def test_each_token_is_sampled_by_the_weights_of_its_time():
         [[10] * 4 + [11] * 4] * 2,
         [[12] * 4] * 2,  # ended, so nothing follows
     ]
-    assert sampled[1].logprobs == [[[-1.0]] * 8] * 2 and sampled[1].prompt_ids == [[5], [6]]
-    assert policy.weight.item() == 14.0 and generation.max_completion_length == 8
+    assert sampled[1].logprobs == [[[-1.0]] * 8] * 2
+    assert sampled[1].prompt_ids == [[5], [6]]
+    assert policy.weight.item() == 14.0
+    assert generation.max_completion_length == 8

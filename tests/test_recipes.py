@@ -124,8 +124,10 @@ def test_recipes_have_the_settings_of_the_paper():
 def test_dapo_is_dapo():
     script, config, _ = parsed("grpo", "--config", "dapo")
     clips = (config.epsilon, config.epsilon_high, config.mask_truncated_completions)
-    assert clips == (0.2, 0.28, True) and config.loss_type == "dapo"
-    assert config.dynamic_sampling and config.dynamic_sampling_reward == "accuracy_reward"
+    assert clips == (0.2, 0.28, True)
+    assert config.loss_type == "dapo"
+    assert config.dynamic_sampling
+    assert config.dynamic_sampling_reward == "accuracy_reward"
     punish = punishment(script.soft_overlong_cache, config.max_completion_length)
     # DAPO, Eq. 13, with 3072 tokens and 614 of them before the limit: -(2765 - 2458) / 614 = -0.5.
     rewards = punish(completion_ids=[[0] * 2458, [0] * 2765, [0] * 3072])
@@ -191,7 +193,8 @@ def two_steps(run_scenario, model, tmp_path_factory):
 
 def assert_two_updates(record):
     updates = [row for row in record["history"] if "loss" in row]
-    assert len(updates) == 2 and all(row["loss"] == row["loss"] for row in updates)
+    assert len(updates) == 2
+    assert all(row["loss"] == row["loss"] for row in updates)
 
 
 @pytest.mark.vllm
@@ -218,7 +221,8 @@ def test_two_steps_on_the_real_questions(name, two_steps):
     assert record["step"] == 2
     assert_two_updates(record)
     [rollout] = [row for row in record["history"] if "reward" in row]
-    assert rollout["num_tokens"] > 100 and "rewards/accuracy_reward/mean" in rollout
+    assert rollout["num_tokens"] > 100
+    assert "rewards/accuracy_reward/mean" in rollout
     metric = "eval_held_out/actor_avg@1"
     evaluations = [row["step"] for row in record["history"] if metric in row]
     assert evaluations == [0, 2], "a benchmark before the first step and after the second"
@@ -226,7 +230,8 @@ def test_two_steps_on_the_real_questions(name, two_steps):
     quantized = directory / f"{name}-int8"
     assert quantized.exists() == (name in ("deepscaler_16k", "rloo"))
     run = read_run(directory / name)
-    assert len(run.series(metric)) == 2 and run.series("reward")
+    assert len(run.series(metric)) == 2
+    assert run.series("reward")
     if name == "dapo":
         assert "rewards/soft_overlong_punishment_reward/mean" in rollout
         # An untrained model gets the same reward for every answer: the rounds end, and training
@@ -257,7 +262,8 @@ def test_reward_functions_by_name_and_by_path(my_rewards):
     names = f"{my_rewards}.level_reward {named} trl.rewards.accuracy_reward"
     mine, ours, think, overlong, theirs = load_rewards(names.split())
     assert mine([], level=[2]) == [2]
-    assert ours is grading.accuracy_reward and theirs is not ours
+    assert ours is grading.accuracy_reward
+    assert theirs is not ours
     assert think.__name__ == "think_format_reward"
     assert overlong(completion_ids=[[0] * 1024, [0] * 1280]) == [0.0, -1.0], "as with TRL's command"
     Path("unfinished_rewards.py").write_text("def length(:")
@@ -310,7 +316,8 @@ def refused(command, *argv):
 def test_saving_in_8_bits_needs_a_format(tmp_path):
     argv = ["--output_dir", tmp_path, "--save_quantized", "--rollout_quantization", "none"]
     error = refused("grpo", *argv)
-    assert "save_quantized" in error and "rollout_quantization is None" in error
+    assert "save_quantized" in error
+    assert "rollout_quantization is None" in error
 
 
 @pytest.fixture
@@ -328,7 +335,8 @@ def test_a_wrong_checkpoint_is_refused_before_a_model_is_looked_for(checkpoints,
     for directory, wrong in ((checkpoints, checkpoints / "checkpoint-100"), (empty, "true")):
         argv = ["--output_dir", directory, "--resume_from_checkpoint", wrong]
         error = refused("grpo", *argv)
-        assert "resume_from_checkpoint" in error and str(directory) in error
+        assert "resume_from_checkpoint" in error
+        assert str(directory) in error
 
 
 def test_the_latest_complete_checkpoint_is_what_true_means(checkpoints):
@@ -366,7 +374,8 @@ def test_a_long_run_on_a_cpu_is_announced(steps, is_long, trained, caplog):
     trained("grpo", rows, "--max_steps", steps, parameters=135_000_000)
     assert ("would take about" in caplog.text) == is_long
     logging.getLogger("trl").warning("[RANK 0] a line of one process")
-    assert "a line of one process" in caplog.text and "RANK" not in caplog.text
+    assert "a line of one process" in caplog.text
+    assert "RANK" not in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -187,7 +187,8 @@ def test_the_next_call_completes_what_was_interrupted(clone):
         (packages / name).write_text("ver")
     (packages / "engine-1.dist-info" / "INSTALLER").unlink()
     said = clone.set_up()
-    assert "installing again: engine-1" in said and "installing again: quantizer-3" in said
+    assert "installing again: engine-1" in said
+    assert "installing again: quantizer-3" in said
     assert (packages / "quantizer.py").read_text() == "version = '3'\n"
     assert (packages / "torch.py").read_text() == "version = '2+cpu'\n"
     uv = {name: clone.installed()[name] for name in ("torch", "engine", "quantizer")}

@@ -133,7 +133,8 @@ class Layer(nn.Module):
 
 def planted(fault):
     """Faults that are reported after `fault(layer)`, on a layer that was loaded with ones."""
-    layer, fresh = Layer(), Layer()
+    layer = Layer()
+    fresh = Layer()
     captured = tensors.capture(tensors.held_tensors(layer))
     layer.load(1.0)
     fresh.load(1.0)
@@ -185,7 +186,8 @@ def test_the_repair_keeps_what_graphs_write_into_once():
 
 
 def test_a_tensor_of_another_shape_is_an_error():
-    layer, said = Layer(), re.escape("weight has the shape (5,) after a reload instead of (4,)")
+    layer = Layer()
+    said = re.escape("weight has the shape (5,) after a reload instead of (4,)")
     with (
         pytest.raises(RuntimeError, match=f"{said}: .* Use another rollout_quantization"),
         moved_tensors.around_reload(layer),

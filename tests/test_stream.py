@@ -40,8 +40,10 @@ from trl_qurl.rollout.wire import EngineDescription, WeightUpdate
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed.reduce_op`:FutureWarning")
 
-INT8, FP8 = SCHEMES["int8"], SCHEMES["fp8"]
-CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+INT8 = SCHEMES["int8"]
+FP8 = SCHEMES["fp8"]
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda", 0)
 
 formats = pytest.mark.parametrize("scheme", [INT8, FP8, None], ids=["int8", "fp8", "bf16"])
 
@@ -112,7 +114,8 @@ def test_tensors_arrive_in_order_and_bit_for_bit(scheme, client, server):
     assert described(server.worker.model.loaded.items()) == metadata
     assert client.version() == "v1"
     client.load_stream(stream(model, scheme), WeightUpdate("v2", False, metadata))
-    assert client.version() == "v2" and server.worker.rollout_digests == {}
+    assert client.version() == "v2"
+    assert server.worker.rollout_digests == {}
 
 
 def test_any_layout_and_dtype_arrives(client, server):
@@ -374,7 +377,8 @@ def test_tensors_are_made_here_finished_before_they_are_sent_and_kept_until_they
 def test_files_out_of_sight_are_refused_before_anything_is_touched(client, server, tmp_path):
     with pytest.raises(SyncError, match=f"{tmp_path}; set rollout_checkpoint_dir"):
         client.load_checkpoint(tmp_path, WeightUpdate("v1"))
-    assert server.worker.reloads == 0 and not server.worker.rollout_load_failed
+    assert server.worker.reloads == 0
+    assert not server.worker.rollout_load_failed
 
 
 HEAD = "lm_head"
@@ -409,7 +413,8 @@ def test_what_a_server_quantizes_is_compared_by_its_checkpoint(scheme, tmp_path)
     mixed = {SECOND_DOWN: "none", "re:.*o_proj": other, "*": name}
     found = first(model, HEAD, formats=mixed)
     assert found.startswith(f"0.self_attn.o_proj.weight_scale ({other}, shape [128, 1] here and")
-    assert "layers.1" not in found and f"and {name}, shape" in found
+    assert "layers.1" not in found
+    assert f"and {name}, shape" in found
 
 
 def sync_to(client, policy, interval, dtype=None):
@@ -457,7 +462,8 @@ def test_a_worker_says_how_its_model_is_quantized(client, server):
     assert client.describe().dtype is None, "one parameter is in 32 bits, and would be sent in 16"
     held.quant_config = SimpleNamespace(get_name=lambda: "awq")
     held.lora_config = SimpleNamespace(max_lora_rank=16)
-    assert client.describe().max_lora_rank == 16 and "vLLM's awq there" in difference(client)
+    assert client.describe().max_lora_rank == 16
+    assert "vLLM's awq there" in difference(client)
     assert len({scheme.served_as for scheme in SCHEMES.values()}) == len(SCHEMES), (
         "two formats that a server mixes up"
     )
@@ -489,7 +495,8 @@ def test_how_weights_travel(requested, device, obstacle, is_sharded, route, reas
             choose_route(*given)
     else:
         chosen, why = choose_route(*given)
-        assert chosen == route and reason in why
+        assert chosen == route
+        assert reason in why
 
 
 @pytest.mark.parametrize("cleared", [True, False])

@@ -107,7 +107,8 @@ def test_doctor_says_in_what_a_library_differs(monkeypatch):
     assert check_private_parts().status is Status.OK
     monkeypatch.setattr(environment, "differences", lambda library: [f"{library} is new"])
     line = check_private_parts()
-    assert line.status is Status.NOTE and "trl is new; vllm is new" in line.text
+    assert line.status is Status.NOTE
+    assert "trl is new; vllm is new" in line.text
 
 
 # Compared with the package

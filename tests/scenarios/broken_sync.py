@@ -216,7 +216,8 @@ def roll_out(trainer: QuRLGRPOTrainer) -> None:
 
 def messages(trainer: QuRLGRPOTrainer, faults: dict[str, Fault]) -> dict[str, str | None]:
     """The error of the sync after an update, or of its rollout, by fault."""
-    generation, record = trainer.vllm_generation, {}
+    generation = trainer.vllm_generation
+    record = {}
     for fault, context in faults.items():
         roll_out(trainer)
         with torch.no_grad():  # as an update would

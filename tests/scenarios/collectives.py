@@ -55,7 +55,8 @@ class Faults:
         server.before_answer = self.before_answer
 
     def plan(self, fault: str, number: int = 0) -> None:
-        self.fault, self.number = fault, number
+        self.fault = fault
+        self.number = number
         self.server.forget()
         self.server.asked = []
         self.server.is_up = True
@@ -82,7 +83,10 @@ class Case:
     """A policy in several processes, and a way to its server."""
 
     def __init__(self, out: Path, kind: str, route: str, recorder: Recorder) -> None:
-        self.out, self.kind, self.route, self.recorder = out, kind, route, recorder
+        self.out = out
+        self.kind = kind
+        self.route = route
+        self.recorder = recorder
         self.is_main = dist.get_rank() == 0
         started = out / f"started-{dist.get_rank()}"
         policy = small().eval()
@@ -99,7 +103,8 @@ class Case:
         """
         self.faults.plan(fault, number)
         end = self.recorder.run(name, act)
-        asked, was_lost = self.server.asked, not self.server.is_up
+        asked = self.server.asked
+        was_lost = not self.server.is_up
         self.faults.plan("nothing")
         if was_lost and self.is_main:
             self.trainer.vllm_generation.vllm_client.reconnect(1.0)
@@ -165,7 +170,8 @@ def small() -> torch.nn.Module:
 
 def run(case: Case, faults: list[str]) -> None:
     """A start, a rollout and saving; then one fault after another."""
-    at_start, rollout = case.check("starts", case.start), case.check("rolls out", case.rollout)
+    at_start = case.check("starts", case.start)
+    rollout = case.check("rolls out", case.rollout)
     case.check("saves", case.save)
     for fault in faults:
         for number, request in enumerate(rollout, 1):
@@ -199,7 +205,8 @@ def run_and_resume(case: Case) -> None:
 
 
 def main(out: Path, kind: str, route: str, *faults: str) -> None:
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    size = int(os.environ["WORLD_SIZE"])
     store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), size, rank == 0)
     groups = dist.PrefixStore("groups", store)
     dist.init_process_group("gloo", store=groups, rank=rank, world_size=size, timeout=PATIENCE)

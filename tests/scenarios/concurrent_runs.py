@@ -37,7 +37,8 @@ def run(parent: str, losses: Path, chance: random.Random) -> None:
     checkpoint.write_text(owner)
     # as an engine takes its time to shut down, before the directory goes
     weakref.finalize(run, time.sleep, 0.05)
-    end, fork = chance.choice(ENDS), chance.choice(("none", "exits", "outlives"))
+    end = chance.choice(ENDS)
+    fork = chance.choice(("none", "exits", "outlives"))
     if fork != "none" and os.fork() == 0:
         time.sleep(0.05 * (fork == "outlives"))
         exit_as_python_does()
@@ -74,7 +75,8 @@ def keep_running(parent: str, losses: Path, runs: int) -> Counter[int]:
 
 
 if __name__ == "__main__":
-    folder, runs = Path(sys.argv[1]), int(sys.argv[2])
+    folder = Path(sys.argv[1])
+    runs = int(sys.argv[2])
     lost = folder / "lost"
     lost.touch()
     ends = keep_running(str(folder / "rollouts"), lost, runs)

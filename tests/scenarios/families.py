@@ -123,7 +123,8 @@ def vision(out, family, *parts):
     """
     from tiny_vision import IDS, picture, tiny_vision_model, vision_processor
 
-    model, processor = tiny_vision_model(family), vision_processor(family)
+    model = tiny_vision_model(family)
+    processor = vision_processor(family)
     count = 4 if "again" in parts else 16
     rows = {"prompt": [[{"role": "user", "content": f"say {i}"}] for i in range(count)]}
     if "text" not in parts:

@@ -20,7 +20,8 @@ from vllm.platforms import current_platform
 
 def probe(argument: str) -> list[float]:
     checkpoint, _, cache = argument.partition("@")
-    settings, adapter = ENGINE | {"kv_cache_dtype": cache or "auto"}, None
+    settings = ENGINE | {"kv_cache_dtype": cache or "auto"}
+    adapter = None
     if (path := Path(checkpoint, "adapter")).is_dir():
         if current_platform.is_cpu():
             import trl_qurl.rollout.repairs.cpu_adapters  # noqa: F401, registers the loader

@@ -123,7 +123,8 @@ def whole_model(trainer):
 
 def kill_before_generation(client, server):
     """Kill a server's process when it is about to generate for the second rollout."""
-    generate, calls = client.generate, []
+    generate = client.generate
+    calls = []
 
     def after_the_server(prompts, *args, **kwargs):
         # not the probe's

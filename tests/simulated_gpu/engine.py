@@ -237,4 +237,5 @@ def join_group(rank: int | None) -> None:
         parallel_state.init_distributed_environment(1, 0, f"file://{file.name}", 0, backend="gloo")
         parallel_state.ensure_model_parallel_initialized(1, 1)
     if rank is not None:
-        parallel_state._TP.world_size, parallel_state._TP.rank_in_group = 2, rank
+        parallel_state._TP.world_size = 2
+        parallel_state._TP.rank_in_group = rank

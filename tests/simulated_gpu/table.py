@@ -11,7 +11,8 @@ from simulated_gpu.engine import Case, Report
 from trl_qurl.quantization.formats import FORMATS
 
 PAGE = ROOT / "docs" / "choosing.md"
-BEGIN, END = "<!-- begin: python -m simulated_gpu -->\n", "<!-- end -->\n"
+BEGIN = "<!-- begin: python -m simulated_gpu -->\n"
+END = "<!-- end -->\n"
 
 ROWS = {
     "Turing (T4, RTX 20)": ["T4"],
