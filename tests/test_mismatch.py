@@ -2,13 +2,14 @@
 
 import json
 import math
-from argparse import Namespace
 from dataclasses import replace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from conftest import completed, needs_avx512, needs_vnni
 from documents import ROOT
+from support.training import rollout_rows
 from tiny import save_tiny, tiny_model, with_outliers
 
 from benchmarks.large_keys import enlarge_keys
@@ -49,8 +50,8 @@ def test_the_interval_holds_the_truth_where_questions_differ():
         kls = 0.045 * torch.empty(16, 1, 1).exponential_(generator=generator).double()
         noise = torch.randn(16, 4, 16, generator=generator, dtype=torch.float64)
         log_ratios = (2 * kls).sqrt() * noise - kls
-        rows = [Scored((number,), row) for number, rows in enumerate(log_ratios) for row in rows]
-        found = measure(rows).kl_k3
+        answers = enumerate(log_ratios.flatten(0, 1))
+        found = measure([Scored((number // 4,), row) for number, row in answers]).kl_k3
         inside += found.low <= 0.045 <= found.high
     assert 0.92 <= inside / 300 <= 0.98
 
@@ -168,18 +169,13 @@ def test_what_is_said(capsys):
     }
     report = Report("MODEL", {"prompt_tokens": 2000.4})
     report.formats = {name: mismatch_of(*kl) for name, kl in formats.items()}
-    report.caches = {
-        "fp8": mismatch_of(0, 0.0011, 1),
-        "int8_per_token_head": mismatch_of(0, 0.001, 1),
-    }
-    steps = (
-        Step(("up", "gate"), "w8a16", 0.25, 2_000_000),
-        Step(("down",), "none", 1e-5, 6_000_000),
-    )
+    for cache, kl in (("fp8", 0.0011), ("int8_per_token_head", 0.001)):
+        report.caches[cache] = mismatch_of(0, kl, 1)
+    finer_up = Step(("up", "gate"), "w8a16", 0.25, 2_000_000)
+    steps = (finer_up, Step(("down",), "none", 1e-5, 6_000_000))
     report.choice = Choice("int8, 3 finer", {"up": "w8a16", "*": "int8"}, 1, steps, 0.0029)
-    console.print(
-        build_table(report), build_layer_table(report.choice), *sentences(report), sep="\n"
-    )
+    console.print(build_table(report), build_layer_table(report.choice))
+    console.print(*sentences(report), sep="\n")
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     assert "\n".join(lines) == REPORT
     report.choice = replace(report.choice, limit=0.0031)
@@ -192,32 +188,24 @@ def test_what_is_said(capsys):
 
 @pytest.fixture
 def choose(monkeypatch):
-    """Choose for a KL; an engine with no finer layers has 0.005, and a 16-bit one 0.0005."""
+    """Choose for a KL; an engine with no finer layers has 0.005, and a 16-bit one 0.0005. Returns
+    how many layers were finer in each engine.
+    """
+    kls = (7.0, 0.7, 1.0, 0.5, 0.3)
+    steps = [Step((str(number),), "none", kl, 100) for number, kl in enumerate(kls)]
+    find_steps = MagicMock(return_value=steps)
+    monkeypatch.setattr(finer, "available_formats", lambda: ["int8", "w8a16"])
+    monkeypatch.setattr(finer, "find_steps", find_steps)
+    formats = {"none": mismatch_of(0, 0.0005, 1), "int8": mismatch_of(0.004, 0.005, 0.006)}
 
     def choose(limit, *reached):
-        kls = (7.0, 0.7, 1.0, 0.5, 0.3)
-        steps = [Step((str(number),), "none", kl, 100) for number, kl in enumerate(kls)]
-        asked = []
-        figures = iter(reached)
-
-        def find_steps(*given):
-            *_, finer = given
-            assert finer == [SCHEMES["w8a16"]]
-            return steps
-
-        def measure_engine(formats):
-            asked.append(len(formats) - 1)
-            return mismatch_of(0, next(figures), 1)
-
-        monkeypatch.setattr(finer, "available_formats", lambda: ["int8", "w8a16"])
-        monkeypatch.setattr(finer, "find_steps", find_steps)
-        engines = Namespace(
-            say=print, policy=None, prompts=[], weights=lambda scheme: None, measure=measure_engine
-        )
-        formats = {"none": mismatch_of(0, 0.0005, 1), "int8": mismatch_of(0.004, 0.005, 0.006)}
+        engines = MagicMock()
+        engines.measure.side_effect = [mismatch_of(0, kl, 1) for kl in reached]
         report = Report("MODEL", {}, formats)
         choice, mismatch = finer.choose_finer(engines, "int8", report, limit)
         assert mismatch.kl_k3.value == reached[-1]
+        assert find_steps.call_args.args[-1] == [SCHEMES["w8a16"]]
+        asked = [len(call.args[0]) - 1 for call in engines.measure.call_args_list]
         kept = {str(number): "none" for number in range(asked[-1])}
         assert choice.formats == kept | {"*": "int8"}
         return asked
@@ -308,8 +296,8 @@ def test_caches_that_a_cpu_lacks_are_simulated(tmp_path, monkeypatch, capsys):
     assert asked == [("none", 4, None), ("int8", 4, None), ("none", 4, "fp8")]
     found = json.loads((tmp_path / "out.json").read_text())["caches"]
     assert list(found) == ["fp8", "fp8_per_token_head, simulated", "int8_per_token_head, simulated"]
-    eight, whole = (found[f"{name}, simulated"]["kl_k3"]["value"] for name in caches[1:])
-    assert 0 < 10 * eight < whole, found
+    fp8, int8 = (found[f"{name}, simulated"]["kl_k3"]["value"] for name in caches[1:])
+    assert 0 < 10 * fp8 < int8, found
     assert "Cache int8_per_token_head, simulated: " in printed
     assert "8 tokens on average" in printed
 
@@ -409,14 +397,9 @@ def test_the_kl_is_that_of_a_training_runs_first_rollout(measured, train, tmp_pa
     directory, _, written = measured
     config = {"max_steps": 1, "per_device_train_batch_size": 64, "num_generations": 8}
     config["max_completion_length"] = 32
-    runs = []
-    for smooths in (False, None):
-        settings = json.dumps(config | {"smooth_activations": smooths})
-        runs.append([tmp_path, "--model", directory / "model", "--config", settings])
-    first, smoothed = (
-        next(row["mismatch/kl_k3"] for row in record["history"] if "mismatch/kl_k3" in row)
-        for record in train(*runs)
-    )
+    run = [tmp_path, "--model", directory / "model"]
+    records = train(*([*run, config | {"smooth_activations": on}] for on in (False, None)))
+    first, smoothed = (rollout_rows(record)[0]["mismatch/kl_k3"] for record in records)
     kl = written["formats"]["int8"]["kl_k3"]
     assert kl["low"] - kl["value"] / 3 < first < kl["high"] + kl["value"] / 3
     assert smoothed < kl["low"] / 2, "the first rollout of a run is smoothed"
