@@ -67,26 +67,26 @@ def test_names_that_are_checked_before_imports_are_those_of_the_configurations(c
     check_names([setting.name for setting in dataclasses.fields(config)], ["--no_bf16", "-1"])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        ("gpro", "invalid choice: 'gpro' (choose from"),
-        ("quantize model out --scheme in8", "'in8'; did you mean 'int8'? "),
-        ("quantize model out more --scheme int8", "quantize: error: unrecognized arguments: more"),
-        ("quantize model out --scheme none", "--scheme is 'none'"),
-        ("grpo --modle m", "modle, did you mean model?"),
-        ("grpo --model m q.jsonl", "Unknown option or setting (--help-all lists them): q.jsonl"),
-        ("grpo --learning-rte=1e-6", "learning_rte, did you mean learning_rate?"),
-        ("grpo --warmup_ratio .1 --no_cuda", "a share of all steps); no_cuda (transformers < 5.0)"),
-        ("grpo --config old.yaml", "max_prompt_length (TRL < 0.28): filter long prompts out"),
-        ("grpo --weight_sync steam", "choose from 'auto', 'stream'"),
-        ("grpo --scheme int8", "scheme (other commands of trl-qurl): `rollout_quantization`"),
-        ("grpo --config gsm9k", "settings file gsm9k does not exist"),
-        ("ppo --config cut.yaml", 'in "cut.yaml", line 3'),
-        ("ppo --config list.yaml", "list.yaml has no settings: write"),
-    ],
-)
-def test_a_typing_error_is_named_in_the_last_line(capsys, monkeypatch, tmp_path, arguments, named):
+MISTYPED = """\
+gpro => invalid choice: 'gpro' (choose from
+quantize model out --scheme in8 => 'in8'; did you mean 'int8'?
+quantize model out more --scheme int8 => quantize: error: unrecognized arguments: more
+quantize model out --scheme none => --scheme is 'none'
+grpo --modle m => modle, did you mean model?
+grpo --model m q.jsonl => Unknown option or setting (--help-all lists them): q.jsonl
+grpo --learning-rte=1e-6 => learning_rte, did you mean learning_rate?
+grpo --warmup_ratio .1 --no_cuda => a share of all steps); no_cuda (transformers < 5.0)
+grpo --config old.yaml => max_prompt_length (TRL < 0.28): filter long prompts out
+grpo --weight_sync steam => choose from 'auto', 'stream'
+grpo --scheme int8 => scheme (other commands of trl-qurl): `rollout_quantization`
+grpo --config gsm9k => settings file gsm9k does not exist
+ppo --config cut.yaml => in "cut.yaml", line 3
+ppo --config list.yaml => list.yaml has no settings: write"""
+
+
+@pytest.mark.parametrize("mistake", MISTYPED.splitlines())
+def test_a_typing_error_is_named_in_the_last_line(mistake, capsys, monkeypatch, tmp_path):
+    arguments, named = mistake.split(" => ")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     (tmp_path / "old.yaml").write_text("max_prompt_length: 256\nlearning_rate: 1.0e-6\n")

@@ -9,7 +9,6 @@ from dataclasses import astuple
 from types import SimpleNamespace
 
 import pytest
-import torch
 from conftest import completed
 from documents import ROOT
 from tiny import ENGINE, save_tiny, tiny_tokenizer
@@ -71,57 +70,54 @@ def test_local_files_are_tasks(tmp_path):
     assert named.digest == task.digest != load_tasks([path])[0].digest
 
 
-@pytest.mark.parametrize(
-    ("specs", "named"),
-    [
-        ("other=owner/absent gsm", "'gsm'.*gsm8k, math500, aime24, amc23, minerva, olympiad"),
-        ("other=owner/absent gsm8k/main/test:a:b:c", "gsm8k, math500"),
-        ("other=owner/absent =gsm8k", "'=gsm8k'"),
-        ("other=owner/absent name=", "'name='"),
-        ("a=owner/set a=owner/other", "named a: .*name=source"),
-        ("", "gsm8k, math500"),
-    ],
-)
-def test_what_is_no_task_is_refused_before_anything_is_loaded(specs, named):
+NO_TASKS = """\
+other=owner/absent gsm => 'gsm'.*gsm8k, math500, aime24, amc23, minerva, olympiad
+other=owner/absent gsm8k/main/test:a:b:c => gsm8k, math500
+other=owner/absent =gsm8k => '=gsm8k'
+other=owner/absent name= => 'name='
+a=owner/set a=owner/other => named a: .*name=source
+ => gsm8k, math500"""
+
+
+@pytest.mark.parametrize("mistake", NO_TASKS.splitlines())
+def test_what_is_no_task_is_refused_before_anything_is_loaded(mistake):
+    specs, named = mistake.split(" => ")
     with pytest.raises(ValueError, match=named):
         load_tasks(specs.split())
 
 
-@pytest.mark.parametrize(
-    ("spec", "asked"),
-    [
-        ("gsm8k", "openai/gsm8k main test"),
-        ("aime24", "HuggingFaceH4/aime_2024 None train"),
-        ("short=owner/set:hard:validation", "owner/set hard validation"),
-    ],
-)
-def test_other_names_are_asked_of_the_hub(spec, asked, monkeypatch):
-    import datasets
+def test_other_names_are_asked_of_the_hub(monkeypatch):
+    asked = []
 
     def load_dataset(name, config=None, split=None):
-        assert f"{name} {config} {split}" == asked
+        asked.append(f"{name} {config} {split}")
         return [{"problem": "p", "final_answer": ["1", "2"]}]
 
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    [task] = load_tasks([spec])
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    *_, task = load_tasks(["gsm8k", "aime24", "short=owner/set:hard:validation"])
+    assert asked == [
+        "openai/gsm8k main test",
+        "HuggingFaceH4/aime_2024 None train",
+        "owner/set hard validation",
+    ]
     assert task.solutions == ["$1, 2$"]
     assert task.prompts[0][0]["content"].startswith("p\n")
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ("--scheme int4", "int4"),
-        ("--scheme int8,int8", "--scheme is int8,int8"),
-        ("--scheme fp8", "need a GPU of compute capability 8.9"),
-        ("--samples 4", "--temperature"),
-        ("--samples 0", "--samples is 0"),
-        ("--temperature -1", "--temperature is -1"),
-        ("--top-p 1.1", "--top-p is 1.1"),
-    ],
-)
-def test_bad_arguments_are_refused_first(options, named, tmp_path, capsys, monkeypatch):
+MISTAKES = """\
+--scheme int4 => int4
+--scheme int8,int8 => --scheme is int8,int8
+--scheme fp8 => need a GPU of compute capability 8.9
+--samples 4 => --temperature
+--samples 0 => --samples is 0
+--temperature -1 => --temperature is -1
+--top-p 1.1 => --top-p is 1.1"""
+
+
+@pytest.mark.parametrize("mistake", MISTAKES.splitlines())
+def test_bad_arguments_are_refused_first(mistake, tmp_path, capsys, monkeypatch):
     """On an A100."""
+    options, named = mistake.split(" => ")
     monkeypatch.setattr(hardware, "gpu_capability", lambda: (8, 0))
     command = f"eval absent --tasks absent/set --output-dir {tmp_path}/out {options}"
     assert cli.main(command.split()) == 2
@@ -256,14 +252,6 @@ def job_of(directory, answers="7", **settings):
     prompts = [[[1] * 20] * len(answers)]
     sampling = {"max_tokens": 8, "n": 1}
     return Job("INT8", str(directory), "int8", tasks, prompts, 28, sampling, **settings)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="only vLLM's CPU build has so few head sizes")
-def test_heads_without_a_kernel_are_refused(tmp_path, started):
-    save_tiny(tmp_path, hidden_size=64, head_dim=16)
-    with pytest.raises(ValueError, match="heads of this model are 16 wide"):
-        start(job_of(tmp_path))
-    assert not started
 
 
 def test_an_engine_takes_memory_that_is_free_on_a_cpu_and_compiles_on_a_gpu(

@@ -233,25 +233,23 @@ def test_a_budget_without_room_for_rounding_is_refused(limit, named, choose):
 # --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        ("--limit 0", "limit is 0"),
-        ("--max-tokens 4000", "context of 128"),
-        ("--questions nowhere.txt", "nowhere.txt"),
-        ("--questions empty.txt", "empty.txt"),
-        ("--questions nowhere.jsonl", "nowhere.jsonl is not an existing"),
-        ("--output figures.png", "--output is figures.png"),
-        ("--kl 0 --scheme int8", "--kl is 0"),
-        ("--kl 1e-3 --scheme int8,fp8", "int8, fp8"),
-        ('--kl 1e-3 --scheme {"*":"int8"}', '{"*":"int8"}'),
-        ("--scheme none", "--scheme is none"),
-        ("--kv fp8,int4", "--kv is 'int4'"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused_at_once(
-    arguments, named, tmp_path, monkeypatch, capsys
-):
+MISTAKES = """\
+--limit 0 => limit is 0
+--max-tokens 4000 => context of 128
+--questions nowhere.txt => nowhere.txt
+--questions empty.txt => empty.txt
+--questions nowhere.jsonl => nowhere.jsonl is not an existing
+--output figures.png => --output is figures.png
+--kl 0 --scheme int8 => --kl is 0
+--kl 1e-3 --scheme int8,fp8 => int8, fp8
+--kl 1e-3 --scheme {"*":"int8"} => {"*":"int8"}
+--scheme none => --scheme is none
+--kv fp8,int4 => --kv is 'int4'"""
+
+
+@pytest.mark.parametrize("mistake", MISTAKES.splitlines())
+def test_what_cannot_be_measured_is_refused_at_once(mistake, tmp_path, monkeypatch, capsys):
+    arguments, named = mistake.split(" => ")
     monkeypatch.chdir(tmp_path)
     save_tiny(tmp_path)
     (tmp_path / "empty.txt").write_text("\n \n")

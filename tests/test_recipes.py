@@ -339,12 +339,6 @@ def test_a_wrong_checkpoint_is_refused_before_a_model_is_looked_for(checkpoints,
         assert str(directory) in error
 
 
-def test_the_latest_complete_checkpoint_is_what_true_means(checkpoints):
-    first, latest = (checkpoints / f"checkpoint-{step}" for step in (8, 16))
-    for requested, checkpoint in {"true": latest, str(first): first, "false": None}.items():
-        assert questions.checkpoint_to_resume(requested, str(checkpoints)) == checkpoint
-
-
 def test_control_c_names_the_latest_checkpoint(checkpoints, tmp_path_factory):
     empty = tmp_path_factory.mktemp("empty")
     latest = f"from {checkpoints}/checkpoint-16, add --resume_from_checkpoint true"
@@ -378,35 +372,34 @@ def test_a_long_run_on_a_cpu_is_announced(steps, is_long, trained, caplog):
     assert "RANK" not in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("argv", "tasks"),
-    [
-        ("", "gsm8k"),
-        ("--dataset openai/gsm8k", "gsm8k"),
-        ("--dataset=mine.jsonl", ""),
-        ("--dataset mine.jsonl --eval-tasks held_out.jsonl", "held_out.jsonl"),
-        ("--config mine.yaml", ""),
-    ],
-)
-def test_another_dataset_drops_the_tasks_of_a_recipe(argv, tasks, tmp_path, monkeypatch):
+DATASETS = """\
+=> openai/gsm8k: gsm8k
+--dataset openai/gsm8k => openai/gsm8k: gsm8k
+--dataset=mine.jsonl => mine.jsonl:
+--dataset mine.jsonl --eval-tasks held_out.jsonl => mine.jsonl: held_out.jsonl
+--config mine.yaml => mine.jsonl:"""
+
+
+@pytest.mark.parametrize("case", DATASETS.splitlines())
+def test_another_dataset_drops_the_tasks_of_a_recipe(case, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "mine.yaml", dataset="mine.jsonl")
+    argv, expected = case.split("=> ")
     script, _, _ = parsed("grpo", "--config", "lora_w4", *argv.split())
-    assert " ".join(script.eval_tasks) == tasks
-    assert (script.dataset == "openai/gsm8k") == (tasks == "gsm8k")
+    assert [f"{script.dataset}:", *script.eval_tasks] == expected.split()
 
 
-@pytest.mark.parametrize(
-    ("text", "named"),
-    [
-        ("rollout_quantization: off", "rollout_quantization is False: write 'none'"),
-        ("objective: off", "objective is False, but must be one of 'acr', 'tis'"),
-        ("quantization_ignore:", r"quantization_ignore is None, .*, or \[\] for none"),
-        ("quantization_ignore: [1]", "quantization_ignore has the pattern 1"),
-        ("1: 2", "Unknown .*setting .*: 1"),
-    ],
-)
-def test_values_that_yaml_converts_are_refused(text, named, tmp_path):
+CONVERTED = r"""
+rollout_quantization: off => rollout_quantization is False: write 'none'
+objective: off => objective is False, but must be one of 'acr', 'tis'
+quantization_ignore: => quantization_ignore is None, .*, or \[\] for none
+quantization_ignore: [1] => quantization_ignore has the pattern 1
+1: 2 => Unknown .*setting .*: 1"""
+
+
+@pytest.mark.parametrize("case", CONVERTED.split("\n")[1:])
+def test_values_that_yaml_converts_are_refused(case, tmp_path):
+    text, named = case.split(" => ")
     path = tmp_path / "mine.yaml"
     path.write_text(f"{text}\n")
     with pytest.raises(ValueError, match=named):
