@@ -295,24 +295,22 @@ def test_a_reference_that_is_not_the_policy_is_warned_of(built, tmp_path, caplog
     assert "first in model.norm.weight" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("steps", "gpu", "given", "eager"),
-    [
-        (74, None, {}, True),
-        (75, None, {}, None),  # of 8 answers of 50 tokens are 30,000 tokens
-        (-1, None, {}, None),
-        (74, (9, 0), {}, None),
-        (74, None, {"enforce_eager": False}, False),
-    ],
-)
-def test_a_run_on_a_cpu_that_is_too_short_is_not_compiled(
-    steps, gpu, given, eager, tmp_path, monkeypatch
-):
+def test_a_run_on_a_cpu_that_is_too_short_is_not_compiled(tmp_path, monkeypatch):
     size = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
-    size |= {"max_completion_length": 50, "max_steps": steps, "vllm_engine_kwargs": given}
-    monkeypatch.setattr("trl_qurl.trainers.arguments.gpu_capability", lambda: gpu)
-    args = settings_of(QuRLGRPOTrainer, tmp_path, **size)
-    assert rollout_settings(args).vllm_engine_kwargs.get("enforce_eager") is eager
+    size["max_completion_length"] = 50
+
+    def is_eager(max_steps, **given):
+        changes = {"max_steps": max_steps, "vllm_engine_kwargs": given}
+        args = settings_of(QuRLGRPOTrainer, tmp_path, **size, **changes)
+        return rollout_settings(args).vllm_engine_kwargs.get("enforce_eager")
+
+    monkeypatch.setattr("trl_qurl.trainers.arguments.gpu_capability", lambda: None)
+    assert is_eager(74) is True
+    assert is_eager(75) is None  # 8 answers of 50 tokens a step are 30,000 tokens
+    assert is_eager(-1) is None
+    assert is_eager(74, enforce_eager=False) is False
+    monkeypatch.setattr("trl_qurl.trainers.arguments.gpu_capability", lambda: (9, 0))
+    assert is_eager(74) is None
 
 
 class Told(RolloutCallback):

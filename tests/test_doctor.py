@@ -168,74 +168,83 @@ def test_what_cannot_be_determined_says_so(monkeypatch):
 
 @pytest.fixture
 def examine(monkeypatch):
-    """Examine a machine with so many GPUs, whose trials do not run; the lines, and what was tried."""
+    """Examine a machine with so many GPUs, whose trials do not run; the lines of these, which say
+    what was tried.
+    """
 
     def examine(formats, gpus, works):
-        tried = {}
-
         def check_in_child(name, module, seconds, *arguments, **variables):
-            tried.setdefault(name, (module, *arguments))
-            is_ok = name == "torch" or works(name, f"{arguments} {variables}")
+            if name == "torch":
+                return [Line("torch", "", data={"gpus": gpus}), Line("formats", "")]
+            is_ok = works(name, f"{arguments} {variables}")
             status = Status.OK if is_ok else Status.FAILED
-            line = Line(name, "", status, "See the log", {"gpus": gpus})
-            return [line, Line("formats", "")] if name == "torch" else [line]
+            return [Line(name, f"{(module, *arguments)}", status, "See the log")]
 
         monkeypatch.setattr(command, "check_in_child", check_in_child)
-        return {line.name: line for line in command.examine(formats, quick=False)}, tried
+        monkeypatch.setattr(command, "INSPECTIONS", [])
+        return [*command.examine(formats, quick=False)][2:]
 
     return examine
 
 
-AFTER_FAILURE = "depends on the line train-fp8, which failed"
+TRIED = """\
+0 GPUs, broken: nothing
+train-fp8 ok ('trial', 'fp8', 'train-fp8')
+train-mixed ok ('trial', '{"re:.*down_proj": "w4a16", "*": "int8"}', 'train-mixed')
+sleep skipped needs 1 GPU
+server ok ('server', 'fp8', 'server')
+1 GPUs, broken: nothing
+train-fp8 ok ('trial', 'fp8', 'train-fp8')
+train-mixed ok ('trial', '{"re:.*down_proj": "w4a16", "*": "int8"}', 'train-mixed')
+sleep ok ('trial', 'fp8', 'sleep')
+server skipped needs 2 GPUs
+2 GPUs, broken: train-fp8
+train-fp8 FAILED ('trial', 'fp8', 'train-fp8')
+train-mixed ok ('trial', '{"re:.*down_proj": "w4a16", "*": "int8"}', 'train-mixed')
+sleep skipped depends on the line train-fp8, which failed
+server skipped depends on the line train-fp8, which failed
+2 GPUs, broken: train-mixed
+train-fp8 ok ('trial', 'fp8', 'train-fp8')
+train-mixed FAILED ('trial', '{"re:.*down_proj": "w4a16", "*": "int8"}', 'train-mixed')
+sleep ok ('trial', 'fp8', 'sleep')
+server ok ('server', 'fp8', 'server')"""
 
 
-@pytest.mark.parametrize(
-    ("gpus", "broken", "expected"),
-    [
-        (0, "", {"sleep": "needs 1 GPU"}),
-        (1, "", {"server": "needs 2 GPUs"}),
-        (2, "train-fp8", {"sleep": AFTER_FAILURE, "server": AFTER_FAILURE}),
-        (2, "train-mixed", {}),
-    ],
-)
-def test_what_is_tried_follows_from_the_gpus_and_from_failures(gpus, broken, expected, examine):
-    mixed = '{"re:.*down_proj": "w4a16", "*": "int8"}'
-    lines, tried = examine(["fp8", mixed], gpus, lambda name, given: name != broken)
-    skipped = {name: line.text for name, line in lines.items() if line.status is Status.SKIPPED}
-    assert skipped == expected
-    assert tried["train-fp8"] == ("trial", "fp8", "train-fp8")
-    assert tried["train-mixed"] == ("trial", mixed, "train-mixed")
-    if "server" in tried:
-        assert tried["server"] == ("server", "fp8", "server")
+def test_what_is_tried_follows_from_the_gpus_and_from_failures(examine):
+    formats = ["fp8", '{"re:.*down_proj": "w4a16", "*": "int8"}']
+    said = []
+    for gpus, broken in ((0, ""), (1, ""), (2, "train-fp8"), (2, "train-mixed")):
+        said.append(f"{gpus} GPUs, broken: {broken or 'nothing'}")
+        for line in examine(formats, gpus, lambda name, given, broken=broken: name != broken):
+            said.append(f"{line.name} {line.status} {line.text}")
+    assert "\n".join(said) == TRIED
 
 
-@pytest.mark.parametrize(
-    ("gpus", "chosen", "helps", "said"),
-    [
-        (1, None, "VLLM_USE_V2_MODEL_RUNNER", "VLLM_USE_V2_MODEL_RUNNER=0, and open"),
-        (1, None, "enforce_eager", "'enforce_eager': True}, and open"),
-        (
-            1,
-            "1",
-            "V2_MODEL",
-            "It fails without torch.compile, without CUDA graphs, too. See the log",
-        ),
-        (1, None, "nothing", "older model runner, without CUDA graphs, too. See the log"),
-        (0, None, "mode", ""),
-    ],
-)
-def test_what_fails_on_a_gpu_is_tried_in_other_ways(
-    gpus, chosen, helps, said, examine, monkeypatch, capsys
-):
+ADVICE = """\
+It works with vLLM's older model runner: train with VLLM_USE_V2_MODEL_RUNNER=0, and open an issue with the output of `trl-qurl doctor --json`.
+It works without CUDA graphs: train with vllm_engine_kwargs={'enforce_eager': True}, and open an issue with the output of `trl-qurl doctor --json`.
+It fails without torch.compile, with vLLM's older model runner, without CUDA graphs, too. See the log
+It fails without torch.compile, without CUDA graphs, too. See the log
+See the log"""
+
+
+def test_what_fails_on_a_gpu_is_tried_in_other_ways(examine, monkeypatch, capsys):
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
-    if chosen is not None:
-        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", chosen)
-    lines, _ = examine(["fp8"], gpus, lambda name, given: helps in given)
-    failed = lines["train-fp8"]
-    assert failed.status is Status.FAILED
-    assert said in failed.advice
-    is_tried_again = "train-fp8: again, without torch.compile." in capsys.readouterr().err
-    assert is_tried_again == bool(gpus) == (failed.advice != "See the log")
+    said = []
+
+    def advise(gpus, helps):
+        line, *_ = examine(["fp8"], gpus, lambda name, given: helps in given)
+        assert line.status is Status.FAILED
+        said.append(line.advice)
+
+    for helps in ("VLLM_USE_V2_MODEL_RUNNER", "enforce_eager", "nothing"):
+        advise(1, helps)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    advise(1, "V2_MODEL")
+    assert "train-fp8: again, without torch.compile." in capsys.readouterr().err
+    advise(0, "mode")
+    assert "again" not in capsys.readouterr().err
+    assert "\n".join(said) == ADVICE
 
 
 @pytest.mark.parametrize(
