@@ -200,59 +200,68 @@ WHEEL = (
     "vllm @ https://github.com/vllm-project/vllm/releases/download/v0.31.0/"
     "vllm-0.31.0+cu129-cp38-abi3-manylinux_2_28_x86_64.whl"
 )
-CUDA_12 = f"\n--torch-backend=cu129\n{WHEEL}"
-REPLACED = """
+# of a T4 on Colab, torch of another version is replaced; the default build of 2.13.0 is for CUDA
+# 13; pip would keep the last, because its version fits
+BUILDS = f"""\
+no driver, no torch:
+No NVIDIA GPU: choose Runtime > Change runtime type > T4 GPU. On a CPU, use `make setup` in a clone.
+470.57.02, no torch:
+Driver 470.57.02 is too old for CUDA 12: choose a machine with driver 525 or newer, or update it.
+580.65.06, no torch:
+550.54.15, 2.11.0+cu128:
+--torch-backend=cu129
+{WHEEL}
+525.60.13, 2.13.0:
+--torch-backend=cu129
+{WHEEL}
+--reinstall-package=torch
+--reinstall-package=torchvision
+--reinstall-package=torchaudio
+--reinstall-package=torchcodec
+580.65.06, 2.13.0+cu128:
 --reinstall-package=torch
 --reinstall-package=torchvision
 --reinstall-package=torchaudio
 --reinstall-package=torchcodec"""
-NO_GPU = "No NVIDIA GPU: choose Runtime > Change runtime type > T4 GPU."
-TOO_OLD = "Driver 470.57.02 is too old for CUDA 12: choose a machine with driver 525 or newer"
 
 
 @pytest.mark.parametrize("name", ["gsm8k_grpo.ipynb", "gsm8k_ppo.ipynb"])
-@pytest.mark.parametrize(
-    ("driver", "torch_build", "expected"),
-    [
-        (None, None, NO_GPU),
-        ("470.57.02", None, TOO_OLD),
-        # a T4 on Colab: its torch of another version is replaced
-        ("550.54.15", "2.11.0+cu128", CUDA_12),
-        ("525.60.13", "2.13.0", CUDA_12 + REPLACED),  # the default build is for CUDA 13
-        ("580.65.06", None, ""),
-        ("580.65.06", "2.13.0+cu128", REPLACED),  # pip would keep it: its version fits
-    ],
-)
-def test_the_first_cell_installs_builds_for_the_driver_or_stops(
-    name, driver, torch_build, expected, tmp_path
-):
+def test_the_first_cell_installs_builds_for_the_driver_or_stops(name, tmp_path):
     """Run the whole cell in a Python with no packages but this torch, and doubles of `nvidia-smi`
     and of pip.
     """
-    smi = f"echo {driver}, 7.5, 15360, Tesla T4" if driver else "exit 6"
     said = tmp_path / "said"
-    scripts = {"nvidia-smi": smi, "python": f'for word in "$@"; do echo "$word" >> {said}; done'}
-    for program, text in scripts.items():
+    metadata = tmp_path / "torch-0.dist-info" / "METADATA"
+
+    def write_program(program, text):
         (tmp_path / program).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / program).chmod(0o755)
-    if torch_build:
-        (tmp_path / "torch.py").touch()
-        metadata = tmp_path / "torch-0.dist-info" / "METADATA"
-        metadata.parent.mkdir()
-        metadata.write_text(f"Name: torch\nVersion: {torch_build}\n")
+
+    write_program("python", f'for word in "$@"; do echo "$word" >> {said}; done')
     start = f"import sys\nsys.path.append('{tmp_path}')\nsys.executable = '{tmp_path}/python'\n"
     code = start + cells(NOTEBOOKS / name)[0].source
     command = [sys.executable, "-I", "-S", "-c", code]
-    done = subprocess.run(command, env={"PATH": str(tmp_path)}, capture_output=True, text=True)
-    if ": choose " in expected:
-        assert done.returncode == 1
-        assert not said.exists()
-        assert done.stderr.startswith(expected)
-    else:
-        assert done.returncode == 0, done.stderr
-        assert said.read_text().startswith("-m\npip\ninstall\n-q\nuv\n-m\nuv\npip\ninstall\n")
-        _, _, builds = said.read_text().partition("trl-qurl[vllm,")
-        assert builds.partition("OWNER/trl-qurl")[2] == f"{expected}\n"
+    lines = []
+    for machine in re.findall("^(.+, .+):$", BUILDS, re.MULTILINE):
+        driver, torch_build = machine.split(", ")
+        has_driver = driver != "no driver"
+        write_program("nvidia-smi", f"echo {driver}, 7.5, 15360, T4" if has_driver else "exit 6")
+        if torch_build != "no torch":
+            (tmp_path / "torch.py").touch()
+            metadata.parent.mkdir(exist_ok=True)
+            metadata.write_text(f"Name: torch\nVersion: {torch_build}\n")
+        done = subprocess.run(command, env={"PATH": str(tmp_path)}, capture_output=True, text=True)
+        lines.append(f"{machine}:")
+        if done.returncode:
+            lines.append(done.stderr.strip())
+            assert not said.exists()
+            continue
+        words = said.read_text()
+        assert words.startswith("-m\npip\ninstall\n-q\nuv\n-m\nuv\npip\ninstall\n")
+        builds = words.partition("trl-qurl[vllm,")[2].partition("OWNER/trl-qurl")[2]
+        lines += builds.strip().splitlines()
+        said.unlink()
+    assert "\n".join(lines) == BUILDS
 
 
 def test_the_pinned_build_of_vllm_is_one_that_was_tested():

@@ -34,18 +34,33 @@ build-backend = "backend"
 backend-path = ["."]
 """
 
+PIP_SETTINGS = """
+[global]
+no-index = true
+index-url = http://127.0.0.1:1/
+find-links = /nowhere
+"""
+# torch's build for CPUs has no dependency that the one for CUDA has; vLLM and llm-compressor
+# contradict each other like engine and quantizer
+PACKAGES = """\
+torch 2 cuda_runtime
+torch 2+cpu tensors
+cuda_runtime 1
+tensors 1
+engine 1 quantizer==1
+quantizer 2
+quantizer 3"""
+
 
 def make_wheel(folder: Path, name: str, version: str, *requires: str, program: Path | None = None):
     """A package of one module, with a program if one is given."""
     info = f"{name}-{version}.dist-info"
-    metadata = [
-        f"Name: {name}",
-        f"Version: {version}",
-        *(f"Requires-Dist: {it}" for it in requires),
-    ]
+    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    for requirement in requires:
+        metadata += f"Requires-Dist: {requirement}\n"
     files = {
         f"{name}.py": f"version = {version!r}\n".encode(),
-        f"{info}/METADATA": "\n".join(["Metadata-Version: 2.1", *metadata, ""]).encode(),
+        f"{info}/METADATA": metadata.encode(),
         f"{info}/WHEEL": b"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
     if program:
@@ -72,17 +87,17 @@ class Clone:
         (folder / "pyproject.toml").write_text(PROJECT)
         (folder / "backend.py").write_text(BACKEND)
         # A file for some of pip's settings, a variable for what it is to overrule there.
-        settings = ("no-index = true", "index-url = http://127.0.0.1:1/", "find-links = /nowhere")
-        (folder / "pip.conf").write_text("\n".join(["[global]", *settings, ""]))
-        others = {
+        (folder / "pip.conf").write_text(PIP_SETTINGS)
+        self.environment = {
             name: value for name, value in os.environ.items() if name[:3] not in ("PIP", "UV_")
         }
-        ours = {"UV_CACHE_DIR": str(folder / "cache"), "PYTHONDONTWRITEBYTECODE": "1"}
+        self.environment["UV_CACHE_DIR"] = str(folder / "cache")
+        self.environment["PYTHONDONTWRITEBYTECODE"] = "1"
         self.settings = {
             "PIP_CONFIG_FILE": str(folder / "pip.conf"),
             "PIP_FIND_LINKS": str(self.wheels),
         }
-        self.environment = others | ours | self.settings
+        self.environment |= self.settings
 
     def lock(self, *lines: str) -> None:
         (self.folder / "requirements/cpu.lock").write_text("\n".join(lines) + "\n")
@@ -104,29 +119,22 @@ class Clone:
         [folder] = self.folder.glob(".venv/lib/python*/site-packages")
         return folder
 
-    def installed(self) -> dict[str, tuple[str, str]]:
-        """Of each package that a test made, its version and who installed it."""
-        found = {}
+    def installed(self) -> str:
+        """The packages that a test made, each with its version and who installed it."""
+        lines = []
         for info in self.packages().glob("*.dist-info"):
-            name, _, version = info.name.removesuffix(".dist-info").partition("-")
-            if name not in ("pip", "setuptools"):
-                found[name] = (version, (info / "INSTALLER").read_text().strip())
-        return found
+            package = info.name.removesuffix(".dist-info").replace("-", " ")
+            if not package.startswith(("pip", "setuptools")):
+                lines.append(f"{package} {(info / 'INSTALLER').read_text().strip()}")
+        return "\n".join(sorted(lines))
 
 
 @pytest.fixture(scope="module")
 def uv_fails(tmp_path_factory) -> Clone:
     """A clone after a set-up with a uv that fails."""
     made = Clone(tmp_path_factory.mktemp("clone"))
-    # torch's build for CPUs has no dependency that the one for CUDA has
-    make_wheel(made.wheels, "torch", "2", "cuda_runtime")
-    make_wheel(made.wheels, "torch", "2+cpu", "tensors")
-    make_wheel(made.wheels, "cuda_runtime", "1")
-    make_wheel(made.wheels, "tensors", "1")
-    # vLLM and llm-compressor contradict each other like these
-    make_wheel(made.wheels, "engine", "1", "quantizer==1")
-    make_wheel(made.wheels, "quantizer", "2")
-    make_wheel(made.wheels, "quantizer", "3")
+    for line in PACKAGES.splitlines():
+        make_wheel(made.wheels, *line.split())
     broken = made.folder / "uv"
     broken.write_text("#!/bin/sh\necho backend: $UV_TORCH_BACKEND\nexit 2\n")
     make_wheel(made.wheels, "uv", "1", program=broken)
@@ -144,11 +152,18 @@ def uv_fails(tmp_path_factory) -> Clone:
     return made
 
 
+BY_PIP = """\
+engine 1 pip
+ours 1 pip
+quantizer 2 pip
+tensors 1 pip
+torch 2+cpu pip
+uv 1 pip"""
+
+
 def test_pip_takes_the_place_of_a_uv_that_fails(uv_fails):
     assert uv_fails.said.count("uv failed, so pip takes its place") == 3
-    versions = {"torch": "2+cpu", "tensors": "1", "engine": "1", "quantizer": "2", "ours": "1"}
-    pip = {name: (version, "pip") for name, version in versions.items()}
-    assert uv_fails.pip == pip | {"uv": ("1", "pip")}
+    assert uv_fails.pip == BY_PIP
 
 
 def test_uv_is_sent_to_pytorchs_cpu_builds_unless_the_user_names_a_source(uv_fails):
@@ -166,12 +181,18 @@ def clone(uv_fails) -> Clone:
     return uv_fails
 
 
+UPDATED = """\
+engine 1 pip
+ours 1 uv
+quantizer 3 uv
+tensors 1 pip
+torch 2+cpu pip
+uv 2 pip"""
+
+
 def test_uv_installs_what_the_lock_file_changed_and_leaves_torch_alone(clone):
     assert "uv failed" not in clone.said_later
-    versions = {"torch": "2+cpu", "tensors": "1", "engine": "1"}
-    pip = {name: (version, "pip") for name, version in versions.items()}
-    ours = {"quantizer": ("3", "uv"), "ours": ("1", "uv"), "uv": ("2", "pip")}
-    assert clone.uv == pip | ours
+    assert clone.uv == UPDATED
     # what Python may not write later
     assert list(clone.packages().glob("__pycache__/quantizer.*.pyc"))
     assert clone.set_up() == ".venv is up to date (cpu profile)\n"
@@ -191,5 +212,4 @@ def test_the_next_call_completes_what_was_interrupted(clone):
     assert "installing again: quantizer-3" in said
     assert (packages / "quantizer.py").read_text() == "version = '3'\n"
     assert (packages / "torch.py").read_text() == "version = '2+cpu'\n"
-    uv = {name: clone.installed()[name] for name in ("torch", "engine", "quantizer")}
-    assert uv == {"torch": ("2+cpu", "uv"), "engine": ("1", "uv"), "quantizer": ("3", "uv")}
+    assert {"torch 2+cpu uv", "engine 1 uv", "quantizer 3 uv"} <= {*clone.installed().split("\n")}
