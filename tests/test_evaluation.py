@@ -6,7 +6,9 @@ import json
 import math
 import os
 from dataclasses import astuple
+from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 from conftest import completed
@@ -54,10 +56,10 @@ def test_a_difference_is_paired():
 
 
 def write_questions(path, answers):
-    rows = []
-    for number, answer in enumerate(answers):
-        rows.append({"question": f"What is {number} + 1?", "answer": answer})
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with path.open("w") as file:
+        for number, answer in enumerate(answers):
+            row = {"question": f"What is {number} + 1?", "answer": answer}
+            file.write(json.dumps(row) + "\n")
     return str(path)
 
 
@@ -155,10 +157,12 @@ def test_formats_are_compared_and_those_by_pattern_have_answers_of_their_own(
         answers(2, [True, True], [5, 9], [True, True]),
     ]
     wrong = [answers(question, [False], [8], [True]) for question in range(3)]
-    asked = []
+    labels = []
+    names = set()
 
     def answer_once(job, path):
-        asked.append((job.label, path.name))
+        labels.append(job.label)
+        names.add(path.name)
         return wrong if job.label == "INT8" else right
 
     monkeypatch.setattr(worker, "answer_once", answer_once)
@@ -174,13 +178,32 @@ def test_formats_are_compared_and_those_by_pattern_have_answers_of_their_own(
     evaluate("model", '{"re:.*down_proj": "int8"}')
     stored = min(path for path in tmp_path.glob("model-int8-*") if path.is_dir())
     evaluate(stored, "none")
-    labels, names = zip(*asked, strict=True)
-    assert labels == ("BF16", "INT8", "INT8", "INT8", "as stored")
-    assert len({*names}) == 5
+    assert labels == ["BF16", "INT8", "INT8", "INT8", "as stored"]
+    assert len(names) == 5
 
 
 # The whole thing
 # --------------------------------------------------------------------------------------------------
+
+
+BF16_FIRST = """\
+sums BF16 6
+sums INT8 6 compared
+more BF16 4
+more INT8 4 compared"""
+INT8_FIRST = """\
+sums INT8 6
+sums BF16 6 compared
+more INT8 4
+more BF16 4 compared"""
+
+
+def results_in(directory):
+    lines = []
+    for row in json.loads(Path(directory, "results.json").read_text())["results"]:
+        is_compared = " compared" if row["difference"] else ""
+        lines.append(f"{row['task']} {row['format']} {row['questions']}{is_compared}")
+    return "\n".join(lines)
 
 
 @pytest.mark.vllm
@@ -202,37 +225,23 @@ def test_two_formats_are_compared_and_not_answered_again(
     python = ("-m", "trl_qurl", *words, "--scheme", "none,int8")
     printed = completed(warm_python, *python, COLUMNS="140", PYTHONPATH=str(ROOT)).stdout
     assert "sums (6)" in printed
-    assert "INT8" in printed
-    results = tmp_path / "whole" / "results.json"
-    found = json.loads(results.read_text())["results"]
-    shown = [(result["task"], result["format"], result["questions"]) for result in found]
-    pairs = [("sums", "BF16", 6), ("sums", "INT8", 6), ("more", "BF16", 4), ("more", "INT8", 4)]
-    assert shown == pairs
+    assert results_in("whole") == BF16_FIRST
     [file] = (tmp_path / "whole").glob("none-*.json")
     rows = json.loads(file.read_text())
     assert [row["question"] for row in rows] == [*range(6), *range(4)]
     assert all(len(row["correct"]) == 4 for row in rows)
-    texts = {text for row in rows for text in row["texts"]}
+    texts = set().union(*(row["texts"] for row in rows))
     assert len(texts) > 20, "samples of one question, or the questions' samples, are the same"
-    asked = []
-
-    def call_in_child(function, job, *given, **options):
-        asked.append(job.label)
-        raise ChildProcessError("not now")
-
-    monkeypatch.setattr(worker, "call_in_child", call_in_child)
+    answering = MagicMock(side_effect=ChildProcessError("not now"))
+    monkeypatch.setattr(worker, "call_in_child", answering)
     assert cli.main([*words, "--scheme", "int8,none"]) == 0
-    assert not asked
-    # The first format is now the other one, from which differences are counted.
-    first, second, *_ = json.loads(results.read_text())["results"]
-    assert (first["format"], first["difference"]) == ("INT8", None)
-    assert second["difference"] is not None
-    changes = [["--top-p", "0.5"], ["--chat-template-kwargs", '{"enable_thinking": false}']]
-    for changed in changes:
-        assert cli.main([*words, *changed]) == 2
+    answering.assert_not_called()
+    assert results_in("whole") == INT8_FIRST
+    for changed in ("--top-p 0.5", '--chat-template-kwargs {"enable_thinking":false}'):
+        assert cli.main([*words, *changed.split()]) == 2
     write_questions(tmp_path / "sums.jsonl", "888888")
     assert cli.main(words) == 2
-    assert asked == ["BF16"] * 3, "other settings or questions are answered anew"
+    assert answering.call_count == 3, "other settings or questions are answered anew"
 
 
 @pytest.fixture
@@ -263,12 +272,14 @@ def test_an_engine_takes_memory_that_is_free_on_a_cpu_and_compiles_on_a_gpu(
     save_tiny(tmp_path)
     for own in ({}, {"gpu_memory_utilization": 0.4}, ENGINE | {"enforce_eager": False}):
         start(job_of(tmp_path, engine_kwargs=own))
+    first, second, third = started
     # A short answer of a tiny model needs no more; what the user has chosen comes first.
-    expected = [cpu_memory.MIN_CACHE, None, ENGINE["kv_cache_memory_bytes"]]
-    assert [arguments.get("kv_cache_memory_bytes") for arguments in started] == expected
+    assert first["kv_cache_memory_bytes"] == cpu_memory.MIN_CACHE
+    assert "kv_cache_memory_bytes" not in second
+    assert third["kv_cache_memory_bytes"] == ENGINE["kv_cache_memory_bytes"]
     is_compiled = ["compiling" in line for line in capsys.readouterr().out.splitlines()]
     assert is_compiled == [False, False, True]
-    assert started[0]["seed"] == 0
+    assert first["seed"] == 0
     assert os.environ["KERNELS_OF"] == "1 formats"
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     start(job_of(tmp_path))
@@ -286,18 +297,17 @@ def test_prompts_are_made_with_the_arguments_for_the_chat_template(tmp_path):
 
 
 def test_words_and_numbers_are_graded(tmp_path, capsys):
-    texts = ["\\boxed{paris}", "\\boxed{5}"]
-
-    def generate(prompts, params):
-        assert len({param.seed for param in params}) == len(prompts) == 2
-        for text in texts:
-            completion = SimpleNamespace(token_ids=[1], finish_reason="stop", text=text)
-            yield SimpleNamespace(outputs=[completion])
-
+    outputs = []
+    for text in ("\\boxed{paris}", "\\boxed{5}"):
+        completion = SimpleNamespace(token_ids=[1], finish_reason="stop", text=text)
+        outputs.append(SimpleNamespace(outputs=[completion]))
+    llm = MagicMock()
+    llm.generate.return_value = outputs
     job = job_of(tmp_path, ["Paris", "4"])
-    llm = SimpleNamespace(generate=generate)
     found = list(answer_task(llm, job.tasks[0], [[1], [1]], job))
     assert [row.correct for row in found] == [[True], [False]]
+    _, params = llm.generate.call_args.args
+    assert len({param.seed for param in params}) == 2
     assert "INT8: sums, 2 questions" in capsys.readouterr().out
 
 
