@@ -4,8 +4,6 @@ engine starts.
 
 import functools
 import inspect
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +18,7 @@ from peft import (
 from support.building import CONFIGS, PROMPTS, STARTED, build, reward, settings_of, start_no_engine
 from tiny import VOCABULARY, tiny_model, tiny_tokenizer
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerState
+from transformers import AutoModelForCausalLM, TrainerState
 from trl import GRPOTrainer, RLOOTrainer
 
 from trl_qurl import QuRLGRPOTrainer, QuRLRLOOTrainer
@@ -32,7 +30,7 @@ INIT = "trl_qurl.rollout.backend.QuantizedVLLMGeneration._init_vllm"
 each_trainer = pytest.mark.parametrize("cls", CONFIGS)
 
 
-def prompts(common: str | list, last: str | list | None) -> Dataset:
+def prompts(common, last):
     """Fifteen prompts, and another one."""
     return Dataset.from_dict({"prompt": [*[common] * 15, last]})
 
@@ -43,10 +41,10 @@ def no_engine(monkeypatch):
 
 
 @pytest.fixture
-def attempt(tmp_path) -> Callable[..., str]:
+def attempt(tmp_path):
     """Build a trainer, and return its error; `STARTED` if it passes all checks."""
 
-    def attempt(cls: type = QuRLGRPOTrainer, args: dict[str, Any] | None = None, **given: Any):
+    def attempt(cls=QuRLGRPOTrainer, args=None, **given):
         with pytest.raises(Exception) as error:
             build(cls, tmp_path, args=settings_of(cls, tmp_path, **args or {}), **given)
         return str(error.value)
@@ -54,7 +52,7 @@ def attempt(tmp_path) -> Callable[..., str]:
     return attempt
 
 
-def assert_names(message: str, *words: str) -> None:
+def assert_names(message, *words):
     for word in words:
         assert word in message
 
@@ -210,7 +208,7 @@ def test_a_part_of_a_large_dataset_is_measured(built, attempt, monkeypatch):
     assert "train_dataset[13] of 20 tokens" in attempt(data=data)
 
 
-def tokenizer_that_adds(single: str) -> PreTrainedTokenizerFast:
+def tokenizer_that_adds(single):
     """The tiny tokenizer, which surrounds each text `$A` with special tokens, and a template for
     chats.
     """

@@ -13,8 +13,6 @@ import importlib
 import inspect
 import pkgutil
 import re
-from collections.abc import Callable
-from typing import Any
 from unittest.mock import DEFAULT, create_autospec
 
 import datasets
@@ -53,10 +51,10 @@ pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relativ
 # --------------------------------------------------------------------------------------------------
 
 
-def check_of(trainer: type) -> Callable[..., Any]:
+def check_of(trainer):
     """What a double of a trainer does with its arguments."""
 
-    def check(*args: Any, **kwargs: Any) -> Any:
+    def check(*args, **kwargs):
         given = inspect.signature(trainer).bind(*args, **kwargs).arguments
         assert isinstance(given["args"], trainer._config_class)
         assert callable(given["reward_funcs"])
@@ -72,7 +70,7 @@ PYTHON += map(new_side, all_blocks("diff"))
 
 
 @pytest.fixture
-def names(monkeypatch) -> dict[str, Any]:
+def names(monkeypatch):
     """The names that a block may use without defining them; trainers and data sets are doubles."""
     row = {"prompt": "1 + 1?", "question": "1 + 1?", "answer": "#### 2"}
     dataset = datasets.Dataset.from_list([row] * 2)
@@ -116,7 +114,7 @@ def test_names_and_files_in_the_text_exist(page):
 def test_the_architecture_names_every_file_of_the_core():
     """Read a tree: each line has a name, indented by two spaces per level, and a description."""
     [tree] = blocks(DOCS / "architecture.md", "")
-    path: list[str] = []
+    path = []
     named = set()
     for indent, name in re.findall(r"^( *)(\S+)", tree.code, re.MULTILINE):
         path[len(indent) // 2 :] = [name]
@@ -144,7 +142,7 @@ def test_metrics_are_all_explained():
     assert set(re.findall(metric, " ".join(inline_code(DOCS / "metrics.md")))) == logged
 
 
-def is_own(it: Any, name: str, module: str) -> bool:
+def is_own(it, name, module):
     """Whether a module defines a public function or class."""
     is_code = inspect.isclass(it) or inspect.isfunction(it)
     return is_code and it.__module__ == module and not name.startswith("_")

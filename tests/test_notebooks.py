@@ -15,7 +15,6 @@ import pytest
 import torch
 from conftest import child_environment
 from documents import ROOT
-from nbformat import NotebookNode
 from tiny import save_tiny, save_tokenizer, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
@@ -45,11 +44,11 @@ GSM8K = {
 }
 
 
-def cells(path: Path) -> list[NotebookNode]:
+def cells(path):
     return [cell for cell in nbformat.read(path, 4).cells if cell.cell_type == "code"]
 
 
-def warm_model() -> torch.nn.Module:
+def warm_model():
     """Answers `a+b=` with one of the digits 2, 3, 4 in a box: a third of the answers is right."""
     model = tiny_model(max_position_embeddings=1024)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -64,7 +63,7 @@ def warm_model() -> torch.nn.Module:
 
 
 @pytest.fixture
-def start(tmp_path) -> Path:
+def start(tmp_path):
     """A directory with a model that earns rewards, and questions for it."""
     pytest.importorskip("matplotlib")
     warm_model().save_pretrained(tmp_path / "model")
@@ -74,7 +73,7 @@ def start(tmp_path) -> Path:
     return tmp_path
 
 
-def execute(name: str, directory: Path, sizes: dict, python: Path | str) -> NotebookNode:
+def execute(name, directory, sizes, python):
     """Run a notebook with these sizes in a separate kernel, and return it with its outputs."""
     reason = "needs nbclient and ipykernel (trl-qurl[test])"
     nbclient = pytest.importorskip("nbclient", reason=reason)
@@ -101,7 +100,7 @@ def execute(name: str, directory: Path, sizes: dict, python: Path | str) -> Note
     return notebook
 
 
-def shown(notebook: NotebookNode, code: str, kind: str = "stdout") -> str:
+def shown(notebook, code, kind="stdout"):
     """What the cell with this code shows of one kind: `text/html`, `image/png` or `stdout`."""
     [cell] = [cell for cell in notebook.cells if cell.cell_type == "code" and code in cell.source]
     printed = [output.text for output in cell.outputs if output.get("name") == kind]
@@ -109,7 +108,7 @@ def shown(notebook: NotebookNode, code: str, kind: str = "stdout") -> str:
     return "\n".join(printed + data)
 
 
-def assert_trained(start: Path, policy: str) -> None:
+def assert_trained(start, policy):
     """Check that a policy was trained, and saved as it is and in 8 bits."""
     run = start / "run" / "int8"
     [row] = [row for row in read_run(run).rows if "reward" in row]
@@ -158,7 +157,7 @@ def test_the_notebook_that_explains_the_method(warm_python, tmp_path):
     sizes = {"model": str(model), "continuations": 16, "tokens": 12}
     notebook = execute("understanding_qurl.ipynb", tmp_path, sizes, warm_python)
 
-    def figures(code: str, row: str) -> list[float]:
+    def figures(code, row):
         found = re.search(rf"{row} +(.+)", shown(notebook, code, "text/plain"))
         return [float(word) for word in found[1].split()]
 

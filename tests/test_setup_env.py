@@ -52,7 +52,7 @@ quantizer 2
 quantizer 3"""
 
 
-def make_wheel(folder: Path, name: str, version: str, *requires: str, program: Path | None = None):
+def make_wheel(folder, name, version, *requires, program=None):
     """A package of one module, with a program if one is given."""
     info = f"{name}-{version}.dist-info"
     metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
@@ -77,7 +77,7 @@ def make_wheel(folder: Path, name: str, version: str, *requires: str, program: P
 class Clone:
     """A folder with the script, a lock file and pip's settings."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder = folder
         self.wheels = folder / "wheels"
         for name in ("tools", "requirements", "wheels"):
@@ -99,10 +99,10 @@ class Clone:
         }
         self.environment |= self.settings
 
-    def lock(self, *lines: str) -> None:
+    def lock(self, *lines):
         (self.folder / "requirements/cpu.lock").write_text("\n".join(lines) + "\n")
 
-    def set_up(self) -> str:
+    def set_up(self):
         command = [sys.executable, "tools/setup_env.py", "--profile", "cpu"]
         done = subprocess.run(
             command, cwd=self.folder, env=self.environment, capture_output=True, text=True
@@ -110,16 +110,16 @@ class Clone:
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    def interrupt(self) -> None:
+    def interrupt(self):
         """Make it look as if the last call had not come to its end."""
         state = self.folder / ".venv" / "trl-qurl-setup.json"
         state.write_text(json.dumps(json.loads(state.read_text()) | {"complete": False}))
 
-    def packages(self) -> Path:
+    def packages(self):
         [folder] = self.folder.glob(".venv/lib/python*/site-packages")
         return folder
 
-    def installed(self) -> str:
+    def installed(self):
         """The packages that a test made, each with its version and who installed it."""
         lines = []
         for info in self.packages().glob("*.dist-info"):
@@ -130,7 +130,7 @@ class Clone:
 
 
 @pytest.fixture(scope="module")
-def uv_fails(tmp_path_factory) -> Clone:
+def uv_fails(tmp_path_factory):
     """A clone after a set-up with a uv that fails."""
     made = Clone(tmp_path_factory.mktemp("clone"))
     for line in PACKAGES.splitlines():
@@ -173,7 +173,7 @@ def test_uv_is_sent_to_pytorchs_cpu_builds_unless_the_user_names_a_source(uv_fai
 
 
 @pytest.fixture(scope="module")
-def clone(uv_fails) -> Clone:
+def clone(uv_fails):
     """The same clone after an update of the lock file to a uv that works, and to another package."""
     uv_fails.lock("torch==2", "engine==1", "quantizer==3", "uv==2")
     uv_fails.said_later = uv_fails.set_up()

@@ -8,7 +8,6 @@ how each case ended, in all processes alike or not (`Recorder`).
 import json
 import os
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from unittest import mock
@@ -49,19 +48,19 @@ SETTINGS = {
 class Faults:
     """What happens to a server at the request of a number."""
 
-    def __init__(self, server: FakeServer) -> None:
+    def __init__(self, server):
         self.server = server
         self.plan("nothing")
         server.before_answer = self.before_answer
 
-    def plan(self, fault: str, number: int = 0) -> None:
+    def plan(self, fault, number=0):
         self.fault = fault
         self.number = number
         self.server.forget()
         self.server.asked = []
         self.server.is_up = True
 
-    def before_answer(self, asked: str) -> dict | None:
+    def before_answer(self, asked):
         number = len(self.server.asked)
         if number == self.number or (self.fault == "fails twice" and number == self.number + 1):
             if self.fault == "talks nonsense":
@@ -73,7 +72,7 @@ class Faults:
         return None
 
 
-def join(client, device) -> None:
+def join(client, device):
     """Open a group in place of NCCL's, which needs GPUs."""
     client._post(f"{client.base_url}/init_weight_transfer_engine", json={"init_info": {}})
     client.server.connect(client)
@@ -82,7 +81,7 @@ def join(client, device) -> None:
 class Case:
     """A policy in several processes, and a way to its server."""
 
-    def __init__(self, out: Path, kind: str, route: str, recorder: Recorder) -> None:
+    def __init__(self, out, kind, route, recorder):
         self.out = out
         self.kind = kind
         self.route = route
@@ -93,11 +92,9 @@ class Case:
         write_checkpoint(policy, None, "int8", started)
         self.server = FakeServer(started, rank=8 * (route == "adapter"), policy=policy)
         self.faults = Faults(self.server)
-        self.outcomes: dict[str, str] = {}
+        self.outcomes = {}
 
-    def check(
-        self, name: str, act: Callable[[], object], fault: str = "nothing", number: int = 0
-    ) -> list[str]:
+    def check(self, name, act, fault="nothing", number=0):
         """Record how something ends, with a server that has this fault; what it asks the server
         for.
         """
@@ -113,7 +110,7 @@ class Case:
         self.outcomes |= {name: end} if number <= len(asked) else {}
         return asked
 
-    def start(self) -> None:
+    def start(self):
         peft_config = None
         if self.kind == "lora":
             from peft import LoraConfig
@@ -130,17 +127,17 @@ class Case:
             for layer in [*self.trainer.model.model.layers, self.trainer.model]:
                 fully_shard(layer, mesh=mesh)
 
-    def generate(self, length: int) -> None:
+    def generate(self, length):
         self.trainer.vllm_generation.generate(
             prompts=[[40] * length] * 4, images=None, num_generations=4
         )
 
-    def rollout(self) -> None:
+    def rollout(self):
         """A sync, and tokens that it samples."""
         self.trainer.vllm_generation.sync_weights()
         self.generate(2)
 
-    def diverged_rollout(self) -> None:
+    def diverged_rollout(self):
         """The same, with a policy that has diverged."""
         parameter = next(p for p in self.trainer.model.parameters() if p.requires_grad)
         before = parameter.detach().clone()
@@ -152,23 +149,23 @@ class Case:
             with torch.no_grad():
                 parameter.copy_(before)
 
-    def save(self) -> None:
+    def save(self):
         self.trainer.save_quantized(self.out / "quantized")
 
-    def train(self) -> None:
+    def train(self):
         self.trainer.train()
         self.trainer.save_model(str(self.out / "model"))
 
-    def resume(self) -> None:
+    def resume(self):
         self.start()
         self.trainer.train(resume_from_checkpoint=str(self.out / "checkpoint-1"))
 
 
-def small() -> torch.nn.Module:
+def small():
     return tiny_model(num_hidden_layers=1)
 
 
-def run(case: Case, faults: list[str]) -> None:
+def run(case, faults):
     """A start, a rollout and saving; then one fault after another."""
     at_start = case.check("starts", case.start)
     rollout = case.check("rolls out", case.rollout)
@@ -193,7 +190,7 @@ def run(case: Case, faults: list[str]) -> None:
             case.check("port in use", case.start)
 
 
-def run_and_resume(case: Case) -> None:
+def run_and_resume(case):
     case.check("starts", case.start)
     case.check("trains", case.train)
     # which a checkpoint of the model alone lacks
@@ -204,7 +201,7 @@ def run_and_resume(case: Case) -> None:
     case.check("resumes without one process's state", case.resume)
 
 
-def main(out: Path, kind: str, route: str, *faults: str) -> None:
+def main(out, kind, route, *faults):
     rank = int(os.environ["RANK"])
     size = int(os.environ["WORLD_SIZE"])
     store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), size, rank == 0)

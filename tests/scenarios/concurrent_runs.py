@@ -24,12 +24,12 @@ AT_ONCE = 40
 ENDS = ("remove", "drop", "exit", "kill")
 
 
-def exit_as_python_does() -> None:
+def exit_as_python_does():
     atexit._run_exitfuncs()
     os._exit(0)
 
 
-def run(parent: str, losses: Path, chance: random.Random) -> None:
+def run(parent, losses, chance):
     """Be one run. What it lost is appended to a file."""
     directory = PrivateDirectory(parent, 0)
     checkpoint = directory.path / "config.json"
@@ -55,9 +55,9 @@ def run(parent: str, losses: Path, chance: random.Random) -> None:
     exit_as_python_does()
 
 
-def keep_running(parent: str, losses: Path, runs: int) -> Counter[int]:
+def keep_running(parent, losses, runs):
     """Make so many runs, 40 of them at a time, and count how they ended."""
-    statuses: Counter[int] = Counter()
+    statuses = Counter()
     ended, held = os.pipe()  # all hold it, also forks that outlive their runs
     for seed in range(runs):
         if os.fork() == 0:

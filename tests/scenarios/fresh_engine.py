@@ -18,7 +18,7 @@ from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 
 
-def probe(argument: str) -> list[float]:
+def probe(argument):
     checkpoint, _, cache = argument.partition("@")
     settings = ENGINE | {"kv_cache_dtype": cache or "auto"}
     adapter = None

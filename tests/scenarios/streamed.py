@@ -22,7 +22,7 @@ from trl_qurl.rollout.routes import stream_metadata
 from trl_qurl.rollout.wire import WORKER_EXTENSION, WeightUpdate
 
 
-def main(directory: Path, name: str) -> None:
+def main(directory, name):
     """Start an engine from one model, stream another into it, and start one from that."""
     for seed in (0, 1):
         model = tiny_model(seed=seed, dtype=torch.bfloat16)

@@ -17,7 +17,6 @@ from simulated_gpu.platform import GPUS, installed
 from trl_qurl.quantization.checkpoint import CheckpointWriter
 from trl_qurl.quantization.checkpoint_form import plain_model
 from trl_qurl.quantization.plan import make_plan, read_formats, schemes_of
-from trl_qurl.quantization.scheme import QuantizationScheme
 from trl_qurl.quantization.stream import WeightStream, model_parameters
 from trl_qurl.rollout.adapter import adapter_tensors, write_adapter
 
@@ -57,7 +56,7 @@ class Case:
     cache: str = "auto"  # dtype of keys and values
     is_repaired: bool = True  # False: vLLM's own reload
 
-    def __str__(self) -> str:
+    def __str__(self):
         changed = [
             f"{name}={value}"
             for name, value in vars(self).items()
@@ -68,7 +67,7 @@ class Case:
         return " ".join([self.gpu, name, *changed])
 
     @property
-    def schemes(self) -> list[QuantizationScheme]:
+    def schemes(self):
         """The formats that an engine must run."""
         return schemes_of(read_formats(self.scheme))
 
@@ -81,7 +80,7 @@ class Report:
     faults: dict[str, Any]  # empty: as fresh
 
 
-def simulate(case: Case) -> Report:
+def simulate(case):
     """Start an engine on the GPU that is installed, reload it twice, and look for faults."""
     prepare_environment(case)
     report = Report({}, {})
@@ -112,7 +111,7 @@ def simulate(case: Case) -> Report:
     return report
 
 
-def prepare_environment(case: Case) -> None:
+def prepare_environment(case):
     os.environ |= {
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -124,7 +123,7 @@ def prepare_environment(case: Case) -> None:
         installed.add("flashinfer")
 
 
-def build_policy(case: Case, seed: int) -> torch.nn.Module:
+def build_policy(case, seed):
     sizes = SIZES | MIXTURES.get(case.family, {})
     sizes |= {
         name: 256
@@ -143,7 +142,7 @@ def build_policy(case: Case, seed: int) -> torch.nn.Module:
 class Engine:
     """vLLM's worker with trl-qurl's extension, as far as starts and loads need one."""
 
-    def __init__(self, case: Case, policy: torch.nn.Module) -> None:
+    def __init__(self, case, policy):
         from vllm.config import set_current_vllm_config
         from vllm.engine.arg_utils import EngineArgs
 
@@ -190,17 +189,17 @@ class Engine:
         self.model = runner.model
         self.worker = Worker()
 
-    def tensors_of(self, policy: torch.nn.Module):
+    def tensors_of(self, policy):
         return WeightStream(policy, self.plan).tensors(model_parameters(policy))
 
-    def load(self, policy: torch.nn.Module, version: str) -> None:
+    def load(self, policy, version):
         update = {"version": version, "digest": True}
         if isinstance(policy, PeftModel):
             self.load_adapter(policy, update)
             return
         self.worker.load_rollout_weights(update, weights_iterator=self.tensors_of(policy))
 
-    def load_adapter(self, policy: PeftModel, update: dict[str, Any]) -> None:
+    def load_adapter(self, policy, update):
         from vllm.lora.request import LoRARequest
 
         with tempfile.TemporaryDirectory() as directory:
@@ -210,10 +209,10 @@ class Engine:
             self.worker.model_runner.add_lora(request)
             self.worker.accept_rollout_adapter(update, str(path))
 
-    def held(self) -> dict[str, tensors.Held]:
+    def held(self):
         return tensors.held_tensors(self.model)
 
-    def kernels(self) -> dict[str, str]:
+    def kernels(self):
         names = {}
         for path, module in self.model.named_modules():
             owner = getattr(module, "scheme", None) or getattr(module, "quant_method", None)
@@ -226,7 +225,7 @@ class Engine:
         return names
 
 
-def join_group(rank: int | None) -> None:
+def join_group(rank):
     """Process groups of one process; with a rank, layers are cut as on that one of two."""
     from vllm.distributed import parallel_state
 

@@ -67,7 +67,7 @@ def prepare_and_transform(tensors, pad_n_to_multiple, **_):
     return None, result
 
 
-def install() -> None:
+def install():
     modules = {
         "config": {"InputQuantizationMode": MagicMock()},
         "dtypes": {"DataType": DataType, **{name: DataType(name) for name in DTYPES}},
@@ -87,7 +87,7 @@ def install() -> None:
         setattr(package, name, module)
 
 
-def after_vllm() -> None:
+def after_vllm():
     """vLLM asks the real package whether the GPU multiplies activations of a dtype: here never, as
     below 8.9.
     """

@@ -2,12 +2,10 @@
 in one engine.
 """
 
-from collections.abc import Mapping
-
 from documents import ROOT
 
 from simulated_gpu.cases import MIXED
-from simulated_gpu.engine import Case, Report
+from simulated_gpu.engine import Case
 from trl_qurl.quantization.formats import FORMATS
 
 PAGE = ROOT / "docs" / "choosing.md"
@@ -30,14 +28,14 @@ RAN = {"Hopper (H100, H200)": {"int8", "fp8", "w4a16"}}
 """Formats that a real GPU ran: started, reloaded and trained."""
 
 
-def evidence(reports: list[Report]) -> str:
+def evidence(reports):
     """The word for what was found on all GPUs of a generation."""
     if any("refused" in report.faults for report in reports):
         return "refused"
     return "fails" if any(report.faults for report in reports) else "simulated"
 
 
-def rows(reports: Mapping[Case, Report]) -> str:
+def rows(reports):
     names = [scheme.name for scheme in FORMATS]
     lines = [["your engine runs on", *(f"`{name}`" for name in names)], ["---"] * (len(names) + 1)]
     for row, gpus in ROWS.items():
@@ -50,7 +48,7 @@ def rows(reports: Mapping[Case, Report]) -> str:
     return table(lines) + "\n" + table(mixed_rows(reports))
 
 
-def mixed_rows(reports: Mapping[Case, Report]) -> list[list[str]]:
+def mixed_rows(reports):
     """The GPUs on which an engine with two formats reloads as it starts."""
     others = list(dict.fromkeys(other for _, other in MIXED))
     titles = ["16 bits" if other == "none" else f"`{other}`" for other in others]
@@ -64,7 +62,7 @@ def mixed_rows(reports: Mapping[Case, Report]) -> list[list[str]]:
     return lines
 
 
-def table(lines: list[list[str]]) -> str:
+def table(lines):
     return (
         "".join(f"| {' | '.join(line)} |\n" for line in lines)
         .replace("| --- ", "|---")
@@ -72,11 +70,11 @@ def table(lines: list[list[str]]) -> str:
     )
 
 
-def read() -> str:
+def read():
     """The tables as they are."""
     return PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
 
 
-def write(reports: Mapping[Case, Report]) -> None:
+def write(reports):
     before, _, rest = PAGE.read_text().partition(BEGIN)
     PAGE.write_text(before + BEGIN + rows(reports) + END + rest.partition(END)[2])
