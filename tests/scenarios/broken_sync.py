@@ -5,10 +5,8 @@ or its rollout raised.
 """
 
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -26,9 +24,6 @@ GROUP = 4  # completions per prompt
 SCALE = "model.layers.1.mlp.gate_proj.weight_scale"
 UP = "base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"
 
-Fault = Callable[[Any], AbstractContextManager]
-"""Takes the trainer's generation backend, and returns a context in which the fault is there."""
-
 
 # Changes of the tensors
 # ----------------------------------------------------------------------------------------------
@@ -44,7 +39,8 @@ def doubled(part):
     )
 
 
-# Places for a fault
+# Places for a fault. Each takes the trainer's generation backend, and returns a context in which
+# the fault is there.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -161,7 +157,8 @@ OWN_FAULTS = {
 
 def two_turns(prompts, trainer):
     """The prompts of two turns, then the completions of two, as TRL's example for games has it."""
-    result = {name: [[] for _ in prompts] for name in ("prompt_ids", "completion_ids", "logprobs")}
+    names = ("prompt_ids", "completion_ids", "logprobs")
+    result = {name: [[] for _ in prompts] for name in names}
     for texts in (prompts, [f"guess {number % 3}" for number in range(len(prompts))]):
         prompt_ids = [trainer.processing_class(text)["input_ids"] for text in texts]
         _, completion_ids, logprobs, *_ = trainer.vllm_generation.generate(
@@ -237,8 +234,13 @@ def messages(trainer, faults):
 
 def main():
     record = {}
-    patterns = {"rank_pattern": {"up_proj": 8}, "alpha_pattern": {"layers.0.mlp.down_proj": 3}}
-    lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, **patterns)
+    lora = LoraConfig(
+        r=4,
+        target_modules="all-linear",
+        init_lora_weights=False,
+        rank_pattern={"up_proj": 8},
+        alpha_pattern={"layers.0.mlp.down_proj": 3},
+    )
     runs = (
         (FAULTS, {}),
         (ADAPTER_FAULTS, {"peft_config": lora}),

@@ -8,7 +8,7 @@ how each case ended, in all processes alike or not (`Recorder`).
 import json
 import os
 import sys
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
 
@@ -26,7 +26,8 @@ from trl.generation.vllm_client import VLLMClient
 
 from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
 from trl_qurl.quantization import write_checkpoint
-from trl_qurl.rollout import backend, routes
+from trl_qurl.rollout import routes
+from trl_qurl.rollout.backend import QuantizedVLLMGeneration
 from trl_qurl.rollout.errors import ServerError
 
 SETTINGS = {
@@ -106,8 +107,8 @@ class Case:
         if was_lost and self.is_main:
             self.trainer.vllm_generation.vllm_client.reconnect(1.0)
         asked = self.recorder.share(name, asked)
-        # There may be fewer requests than in a sound rollout.
-        self.outcomes |= {name: end} if number <= len(asked) else {}
+        if number <= len(asked):  # there may be fewer requests than in a sound rollout
+            self.outcomes[name] = end
         return asked
 
     def start(self):
@@ -176,11 +177,10 @@ def run(case, faults):
     case.check("long prompt of the main process", lambda: case.generate(70 if case.is_main else 2))
     case.check("long prompt of another process", lambda: case.generate(2 if case.is_main else 70))
     case.check("a weight that is infinite", case.diverged_rollout)
-    full = OSError("No space left on device")
-    writers = ("quantization.checkpoint.CheckpointWriter.write", "rollout.routes.write_adapter")
-    with ExitStack() as patches:
-        for writer in writers:
-            patches.enter_context(mock.patch(f"trl_qurl.{writer}", side_effect=full))
+    full = {"side_effect": OSError("No space left on device")}
+    files = mock.patch("trl_qurl.quantization.checkpoint.CheckpointWriter.write", **full)
+    adapters = mock.patch("trl_qurl.rollout.routes.write_adapter", **full)
+    with files, adapters:
         case.check("full disk", case.rollout if case.route != "stream" else case.save)
     for number, request in enumerate(at_start, 1):
         case.check(f"start, fails: {number}, {request}", case.start, "fails", number)
@@ -209,19 +209,13 @@ def main(out, kind, route, *faults):
     dist.init_process_group("gloo", store=groups, rank=rank, world_size=size, timeout=PATIENCE)
     recorder = Recorder(dist.PrefixStore("recorder", store.clone()))
     case = Case(out, kind, route, recorder)
-    with ExitStack() as patches:
-        patches.enter_context(
-            mock.patch.object(
-                backend.QuantizedVLLMGeneration, "_engine_class", case.server.client_class()
-            )
-        )
-        patches.enter_context(mock.patch.object(torch.cuda, "Stream", NoStream))
-        patches.enter_context(mock.patch.object(VLLMClient, "init_communicator", join))
-        if route == "stream":
-            patches.enter_context(
-                mock.patch.object(routes, "choose_route", lambda *args: ("stream", "a test"))
-            )
-        patches.enter_context(recorder)
+    # This process ends with the case, so nothing has to be restored.
+    QuantizedVLLMGeneration._engine_class = case.server.client_class()
+    torch.cuda.Stream = NoStream
+    VLLMClient.init_communicator = join
+    if route == "stream":
+        routes.choose_route = lambda *args: ("stream", "a test")
+    with recorder:
         if faults == ("resumed",):
             run_and_resume(case)
         else:
