@@ -75,9 +75,8 @@ def names(monkeypatch):
     row = {"prompt": "1 + 1?", "question": "1 + 1?", "answer": "#### 2"}
     dataset = datasets.Dataset.from_list([row] * 2)
     for trainer in TRAINERS:
-        monkeypatch.setattr(
-            trl_qurl, trainer.__name__, create_autospec(trainer, side_effect=check_of(trainer))
-        )
+        double = create_autospec(trainer, side_effect=check_of(trainer))
+        monkeypatch.setattr(trl_qurl, trainer.__name__, double)
     monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: dataset)
     monkeypatch.chdir(ROOT)
     return {"reward": lambda completions, **kwargs: [0.0] * len(completions), "dataset": dataset}
@@ -153,16 +152,19 @@ def test_every_public_name_is_in_the_reference(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "tools")
     hook = importlib.import_module("docs_public_names")
     table = hook.table((DOCS / "reference.md").read_text().partition(hook.MARK)[2])
-    listed = {id(pkgutil.resolve_name(name)) for name in re.findall(r"^\| \[`(.+?)`", table, re.M)}
-    public = set()
+    names = re.findall(r"^\| \[`(.+?)`", table, re.MULTILINE)
+    listed = {id(pkgutil.resolve_name(name)) for name in names}
+    missing = []
     for path in SOURCES:
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-        if name in WITHOUT_ALL or "\n__all__ = " in path.read_text():
-            module = importlib.import_module(name)
-            own = [each for each, it in vars(module).items() if is_own(it, each, name)]
-            public |= {f"{name}:{each}" for each in vars(module).get("__all__", own)}
-    missing = {name for name in public if id(pkgutil.resolve_name(name)) not in listed}
-    assert missing == {"trl_qurl:__version__", "trl_qurl:quiet"}, "these are above the table"
+        if name not in WITHOUT_ALL and "\n__all__ = " not in path.read_text():
+            continue
+        module = importlib.import_module(name)
+        own = [each for each, it in vars(module).items() if is_own(it, each, name)]
+        for each in getattr(module, "__all__", own):
+            if id(getattr(module, each)) not in listed:
+                missing.append(each)
+    assert sorted(missing) == ["__version__", "quiet"], "these are above the table"
 
 
 # Links

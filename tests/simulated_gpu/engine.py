@@ -57,14 +57,14 @@ class Case:
     is_repaired: bool = True  # False: vLLM's own reload
 
     def __str__(self):
-        changed = [
-            f"{name}={value}"
-            for name, value in vars(self).items()
-            if value != getattr(Case, name, value)
-        ]
         formats = read_formats(self.scheme)
-        name = formats if isinstance(formats, str) else "+".join(dict.fromkeys(formats.values()))
-        return " ".join([self.gpu, name, *changed])
+        if not isinstance(formats, str):
+            formats = "+".join(dict.fromkeys(formats.values()))
+        words = [self.gpu, formats]
+        for name, value in vars(self).items():
+            if value != getattr(Case, name, value):
+                words.append(f"{name}={value}")
+        return " ".join(words)
 
     @property
     def schemes(self):
@@ -125,18 +125,15 @@ def prepare_environment(case):
 
 def build_policy(case, seed):
     sizes = SIZES | MIXTURES.get(case.family, {})
-    sizes |= {
-        name: 256
-        for name in ("moe_intermediate_size", "shared_expert_intermediate_size")
-        if name in sizes
-    }
+    for name in ("moe_intermediate_size", "shared_expert_intermediate_size"):
+        if name in sizes:
+            sizes[name] = 256
     if not case.adapter:
         return tiny_model(case.family, torch.float32, seed, **sizes)
     base = tiny_model(case.family, torch.float32, **sizes)
     torch.manual_seed(seed)
-    return get_peft_model(
-        base, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
-    )
+    lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    return get_peft_model(base, lora)
 
 
 class Engine:
@@ -165,10 +162,8 @@ class Engine:
                 "enable_lora": case.adapter,
             }
             config = EngineArgs(directory, enforce_eager=True, **arguments).create_engine_config()
-            config.device_config.device, config.device_config.device_type = (
-                torch.device("cpu"),
-                "cpu",
-            )
+            config.device_config.device = torch.device("cpu")
+            config.device_config.device_type = "cpu"
             with set_current_vllm_config(config):
                 join_group(case.rank)
                 module = importlib.import_module(RUNNERS[case.runner])
@@ -193,15 +188,12 @@ class Engine:
         return WeightStream(policy, self.plan).tensors(model_parameters(policy))
 
     def load(self, policy, version):
-        update = {"version": version, "digest": True}
-        if isinstance(policy, PeftModel):
-            self.load_adapter(policy, update)
-            return
-        self.worker.load_rollout_weights(update, weights_iterator=self.tensors_of(policy))
-
-    def load_adapter(self, policy, update):
         from vllm.lora.request import LoRARequest
 
+        update = {"version": version, "digest": True}
+        if not isinstance(policy, PeftModel):
+            self.worker.load_rollout_weights(update, weights_iterator=self.tensors_of(policy))
+            return
         with tempfile.TemporaryDirectory() as directory:
             path = Path(directory, "adapter")
             write_adapter(policy, adapter_tensors(policy), path)

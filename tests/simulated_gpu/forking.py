@@ -66,12 +66,9 @@ def run_on(gpu, cases):
 
     gc.freeze()  # or each case would look through all that was imported
     for case in cases:
-        lines = list(fork(lambda case=case: [json.dumps(dataclasses.asdict(simulate(case)))]))
-        report = (
-            json.loads(lines[0])
-            if lines
-            else {"kernels": {}, "faults": {"crash": "its process ended"}}
-        )
+        report = {"kernels": {}, "faults": {"crash": "its process ended"}}
+        for line in fork(lambda case=case: [json.dumps(dataclasses.asdict(simulate(case)))]):
+            report = json.loads(line)
         yield json.dumps([dataclasses.asdict(case), report])
 
 
@@ -96,6 +93,7 @@ def fork(work):
 
 
 if __name__ == "__main__":
-    output, sys.stdout = sys.stdout, sys.stderr  # where libraries print
+    output = sys.stdout
+    sys.stdout = sys.stderr  # where libraries print
     for line in run_all([Case(**case) for case in json.load(sys.stdin)]):
         print(line, end="", file=output, flush=True)

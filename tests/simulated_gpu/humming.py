@@ -59,9 +59,8 @@ class InputSchema:
 def prepare_and_transform(tensors, pad_n_to_multiple, **_):
     result = {}
     for name, tensor in tensors.items():
-        rows = tensor.detach()[
-            torch.randperm(len(tensor), generator=torch.Generator().manual_seed(3))
-        ]
+        generator = torch.Generator().manual_seed(3)
+        rows = tensor.detach()[torch.randperm(len(tensor), generator=generator)]
         padding = rows.new_zeros(-len(rows) % pad_n_to_multiple, *rows.shape[1:])
         result[name] = torch.cat([rows, padding])
     return None, result

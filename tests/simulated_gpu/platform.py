@@ -133,7 +133,8 @@ def install(gpu):
 
 def permuted(tensor, seed):
     """The rows of a tensor in another order, always the same for this number of rows."""
-    return tensor[torch.randperm(len(tensor), generator=torch.Generator().manual_seed(seed))]
+    generator = torch.Generator().manual_seed(seed)
+    return tensor[torch.randperm(len(tensor), generator=generator)]
 
 
 def gptq_marlin_repack(weight, size_k, size_n, num_bits, is_a_8bit):

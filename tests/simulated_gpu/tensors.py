@@ -80,41 +80,38 @@ def compare(now, fresh, captured):
     owned = {tensor.untyped_storage().data_ptr() for tensor, _ in now.values()}
     both = now.keys() & fresh.keys()
     kept = {path for path in now if "_kept_for_graphs" in path}
+    unlike = {path for path in both if not same(now[path].tensor, fresh[path].tensor)}
+    freed = set()
+    other = set()
+    for path, tensor in captured.items():
+        if tensor.numel() and tensor.untyped_storage().data_ptr() not in owned:
+            freed.add(path)
+        if path in both and not same(tensor, fresh[path].tensor):
+            other.add(path)
     faults = {
         "only in one engine": (now.keys() ^ fresh.keys()) - kept,
-        "unlike a fresh engine": {
-            path for path in both if not same(now[path].tensor, fresh[path].tensor)
-        },
-        "graphs read freed memory": {
-            path
-            for path, tensor in captured.items()
-            if tensor.numel() and tensor.untyped_storage().data_ptr() not in owned
-        },
-        "graphs read other values": {
-            path
-            for path, tensor in captured.items()
-            if path in both and not same(tensor, fresh[path].tensor)
-        },
+        "unlike a fresh engine": unlike,
+        "graphs read freed memory": freed,
+        "graphs read other values": other,
     }
     return {kind: short(paths) for kind, paths in faults.items() if paths}
 
 
 def same(one, other):
     """Compare layout, dtype and all bits."""
-    layout = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in (one, other)]
-    if layout[0] != layout[1]:
+    if (one.shape, one.stride(), one.dtype) != (other.shape, other.stride(), other.dtype):
         return False
-    one, other = (
-        tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)
-    )
-    return torch.equal(one, other)
+    return torch.equal(bits(one), bits(other))
+
+
+def bits(tensor):
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def short(paths):
     """Paths without the numbers of layers."""
-    return sorted(
-        {
-            ".".join(p for p in path.split(".") if not p.isdigit()).removeprefix("model.layers.")
-            for path in paths
-        }
-    )
+    found = set()
+    for path in paths:
+        parts = [part for part in path.split(".") if not part.isdigit()]
+        found.add(".".join(parts).removeprefix("model.layers."))
+    return sorted(found)
