@@ -4,6 +4,7 @@ import dataclasses
 import re
 import subprocess
 import sys
+from unittest.mock import MagicMock
 
 import pytest
 from conftest import child_environment
@@ -56,8 +57,7 @@ def test_a_command_imports_its_own_module_and_nothing_heavy():
     assert done.returncode == 0, done.stderr
     assert re.findall(r"^usage: trl-qurl (\w+) ", done.stdout, re.MULTILINE) == names
     code = "import sys; from trl_qurl import cli\nassert cli.main(['grpo', '--modle', 'm']) == 2\n"
-    done = run("-c", f"{code}assert not {{*{HEAVY}}} & sys.modules.keys()")
-    assert done.returncode == 0, done.stderr
+    run("-c", f"{code}assert not {{*{HEAVY}}} & sys.modules.keys()").check_returncode()
 
 
 @pytest.mark.parametrize(
@@ -104,20 +104,23 @@ def test_a_typing_error_is_named_in_the_last_line(mistake, capsys, monkeypatch, 
 
 
 def test_options_are_read_as_they_are_meant(monkeypatch):
-    calls = []
+    run = MagicMock(return_value=0)
     for module in ("lab.quantize", "cli.serve"):
-        monkeypatch.setattr(f"trl_qurl.{module}.run", lambda args: calls.append(args) or 0)
-    further = ["--max-model-len", "64", "--ignore-patterns", "*.bin", "--quantization=fp8"]
-    for words in (
-        ["quantize", "--ignore", "lm_head", "--scheme", "int8", "MODEL", "OUT"],
-        ["serve", "--ignore", "a", "--ignore", "re:.*down_proj", "MODEL"],
-        ["serve", "MODEL", *further],
-    ):
-        assert cli.main(words) == 0
-    assert [args.model for args in calls] == ["MODEL"] * 3
-    ignored = [args.ignore for args in calls]
-    assert ignored == [["lm_head"], ["a", "re:.*down_proj"], ["lm_head"]]
-    assert calls[2].extra_args == further
+        monkeypatch.setattr(f"trl_qurl.{module}.run", run)
+
+    def read(command):
+        assert cli.main(command.split()) == 0
+        [args] = run.call_args.args
+        assert args.model == "MODEL"
+        return args
+
+    assert read("quantize --ignore lm_head --scheme int8 MODEL OUT").ignore == ["lm_head"]
+    two = read("serve --ignore a --ignore re:.*down_proj MODEL")
+    assert two.ignore == ["a", "re:.*down_proj"]
+    further = "--max-model-len 64 --ignore-patterns *.bin --quantization=fp8"
+    served = read(f"serve MODEL {further}")
+    assert served.ignore == ["lm_head"]
+    assert served.extra_args == further.split()
 
 
 def test_control_c_is_one_line(tmp_path):
@@ -170,9 +173,13 @@ def test_without_an_accelerator_training_is_put_on_the_cpu(monkeypatch, tmp_path
     for name, bf16 in (("avx2", False), ("amx_bf16", True), ("avx512_bf16", True)):
         monkeypatch.setattr("torch.cpu.get_capabilities", lambda name=name: {name: True})
         assert device.cpu_settings() == {"use_cpu": True, "bf16": bf16}
-    for argv, bf16 in (([], True), (["--bf16", "false"], False)):  # what the user says goes first
-        _, training, _ = parse("grpo", ["--output_dir", str(tmp_path), *argv])
-        assert (training.use_cpu, training.bf16) == (True, bf16)
+    command = ["--output_dir", str(tmp_path)]
+    _, training, _ = parse("grpo", command)
+    assert training.use_cpu
+    assert training.bf16
+    _, training, _ = parse("grpo", [*command, "--bf16", "false"])  # what the user says goes first
+    assert training.use_cpu
+    assert not training.bf16
     monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
     assert device.cpu_settings() == {}
 

@@ -356,8 +356,7 @@ def measured(warm_python, tmp_path_factory):
     cache = directory / "cache"
     variables = {"TRL_QURL_CACHE": str(cache), "COLUMNS": "80", "PYTHONPATH": str(ROOT)}
     done = completed(warm_python, *command.split(), cwd=directory, **variables)
-    left = list(cache.glob("*int8*"))
-    assert not left, "checkpoints that nobody starts from again stay on disk"
+    assert not [*cache.glob("*int8*")], "checkpoints that nobody starts from again stay on disk"
     return directory, done.stdout, json.loads((directory / "new" / "out.json").read_text())
 
 
@@ -366,7 +365,6 @@ def measured(warm_python, tmp_path_factory):
 @needs_vnni
 def test_the_command_says_what_rounding_does_and_lists_layers_for_training(measured):
     directory, printed, written = measured
-    assert "INT8: safe to train with" in printed
     assert "INT8, 2 finer" in printed
     assert list(written["formats"]) == ["none", "int8", "int8, 2 finer"]
     exact, plain, finer = (found["kl_k3"] for found in written["formats"].values())
@@ -374,9 +372,6 @@ def test_the_command_says_what_rounding_does_and_lists_layers_for_training(measu
     assert finer["value"] <= BUDGET < plain["low"], "an engine with the layers is within the budget"
     cache = written["caches"]["fp8"]["kl_k3"]
     assert exact["high"] < cache["low"], "a cache of 16 bits"
-    weights = min(plain["value"], finer["value"])
-    advice = "leave kv_cache_dtype out" if cache["value"] > weights else "fine beside the weights"
-    assert f"Cache fp8: {advice}" in " ".join(printed.split())
     formats = {f"model.layers.0.mlp.{name}_proj": "none" for name in ("gate", "up")} | {"*": "int8"}
     assert written["choice"]["formats"] == formats
     path = directory / "new" / "out.yaml"
