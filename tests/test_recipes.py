@@ -306,16 +306,15 @@ def test_reward_functions_reach_the_trainer(command, is_graded, my_rewards, trai
     assert ("value_model" in given) == (command == "ppo")
 
 
-def refused(command, *argv):
+def refused(*argv):
     """The error of a command that may not start an engine."""
     with pytest.raises((ValueError, FileNotFoundError)) as caught:
-        questions.train(command, *parsed(command, "--model", "/no/engine/may/start", *argv))
+        questions.train("grpo", *parsed("grpo", "--model", "/no/engine/may/start", *argv))
     return str(caught.value)
 
 
 def test_saving_in_8_bits_needs_a_format(tmp_path):
-    argv = ["--output_dir", tmp_path, "--save_quantized", "--rollout_quantization", "none"]
-    error = refused("grpo", *argv)
+    error = refused("--output_dir", tmp_path, "--save_quantized", "--rollout_quantization", "none")
     assert "save_quantized" in error
     assert "rollout_quantization is None" in error
 
@@ -333,8 +332,7 @@ def checkpoints(tmp_path):
 def test_a_wrong_checkpoint_is_refused_before_a_model_is_looked_for(checkpoints, tmp_path_factory):
     empty = tmp_path_factory.mktemp("empty")
     for directory, wrong in ((checkpoints, checkpoints / "checkpoint-100"), (empty, "true")):
-        argv = ["--output_dir", directory, "--resume_from_checkpoint", wrong]
-        error = refused("grpo", *argv)
+        error = refused("--output_dir", directory, "--resume_from_checkpoint", wrong)
         assert "resume_from_checkpoint" in error
         assert str(directory) in error
 
