@@ -133,28 +133,21 @@ def test_packages_of_other_versions(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("torch_code", "text", "advice"),
+    ("torch_code", "said"),
     [
-        ("import os; os.abort()", "was killed by SIGABRT", "issue"),
-        ("import time; time.sleep(60)", "did not finish within 3 s; last output: about to", ""),
-        (
-            "raise ImportError('libcudart.so.13: cannot open')",
-            ".*ImportError: libc",
-            "install both",
-        ),
+        ("import os; os.abort()", "was killed by SIGABRT.*issue"),
+        ("import time; time.sleep(60)", "did not finish within 3 s; last output: about to"),
+        ("raise ImportError('libcudart.so.13: lost')", ".*ImportError: libc.*install both"),
     ],
     ids=["crash", "hang", "error"],
 )
-def test_a_process_that_crashes_hangs_or_fails_is_a_line(
-    torch_code, text, advice, tmp_path, monkeypatch
-):
+def test_a_process_that_crashes_hangs_or_fails_is_a_line(torch_code, said, tmp_path, monkeypatch):
     (tmp_path / "torch.py").write_text(f"print('about to', flush=True)\n{torch_code}\n")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
     seconds = 3.0 if "sleep" in torch_code else 60.0
     [line] = command.check_in_child("torch", "device", seconds)
     assert (line.name, line.status) == ("torch", Status.FAILED)
-    assert re.match(text, line.text)
-    assert advice in line.advice
+    assert re.match(said, line.text + line.advice)
 
 
 def test_what_cannot_be_determined_says_so(monkeypatch):

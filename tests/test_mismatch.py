@@ -56,16 +56,13 @@ def test_the_interval_holds_the_truth_where_questions_differ():
     assert 0.92 <= inside / 300 <= 0.98
 
 
-@pytest.mark.parametrize(
-    ("answers", "expected"),
-    [
-        # Float32's own rounding of ρ, 6e-8, is as large as this KL times a thousand.
-        ([[1e-5, -1e-5]], 0.5e-10),
-        ([[1.0], [0.0] * 9], (math.e - 2) / 10),  # answers count by their tokens
-    ],
-)
-def test_a_kl_worked_out_by_hand(answers, expected):
-    assert measure(scored(*answers)).kl_k3.value == pytest.approx(expected, rel=1e-4)
+def test_a_kl_worked_out_by_hand():
+    # Float32's own rounding of ρ, 6e-8, is as large as this KL times a thousand.
+    found = measure(scored([1e-5, -1e-5]))
+    assert found.kl_k3.value == pytest.approx(0.5e-10, rel=1e-4)
+    # Answers count by their tokens.
+    found = measure(scored([1.0], [0.0] * 9))
+    assert found.kl_k3.value == pytest.approx((math.e - 2) / 10, rel=1e-4)
 
 
 @pytest.mark.parametrize(("answers", "named"), [([[math.nan, 0.0]], "not finite"), ([], "empty")])
@@ -302,11 +299,11 @@ def test_caches_that_a_cpu_lacks_are_simulated(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize(("cache", "step"), [("fp8", 32), ("int8_per_token_head", 448 / 127)])
 def test_how_a_cache_rounds(cache, step):
-    values = torch.tensor([[300.0, 448.0], [5.0, 1000.0]])
-    rounded = ROUNDINGS[cache](values)
-    assert (rounded[0] / step).tolist() == pytest.approx([round(300 / step), 448 / step])
+    rounded = ROUNDINGS[cache](torch.tensor([[300.0, 448.0], [5.0, 1000.0]]))
+    codes = rounded[0] / step
+    assert codes.tolist() == pytest.approx([round(300 / step), 448 / step])
     assert rounded[1, 1] == (448 if cache == "fp8" else 1000)
-    assert set(ROUNDINGS) == set(MEASURED_CACHES)
+    assert ROUNDINGS.keys() == {*MEASURED_CACHES}
 
 
 def test_a_cache_is_not_simulated_where_its_rounding_would_be_left_out():

@@ -37,14 +37,7 @@ def rows(trainer):
     return [{k: v for k, v in row.items() if not k.startswith(NOT_REPEATED)} for row in logged]
 
 
-def whole_and_resumed(
-    out,
-    kind,
-    make,
-    settings,
-    make_critic=None,
-    **given,
-):
+def whole_and_resumed(out, kind, make, settings, make_critic=None, **given):
     """The last two updates of a run, and the same after a new
     trainer has resumed from the second.
     """
@@ -142,17 +135,15 @@ def best(out):
         "eval_strategy": "steps",
         "eval_steps": 1,
         "max_steps": 3,
-    }
-    settings |= {
         "load_best_model_at_end": True,
         "metric_for_best_model": "eval_reward",
         "greater_is_better": False,
     }
     trainer = build(out / "run", "PPO", saved(out), settings, eval_dataset=texts(8))
-    evaluations = iter([0.0, 1.0, 2.0])
+    rewards = iter([0.0, 1.0, 2.0])
     evaluate = trainer.evaluate
-    trainer.evaluate = lambda *args, **kwargs: (
-        evaluate(*args, **kwargs) | {"eval_reward": next(evaluations)}
+    trainer.evaluate = lambda *args, **given: (
+        evaluate(*args, **given) | {"eval_reward": next(rewards)}
     )
     trainer.train()
     trainer.save_model(str(out / "final"))
@@ -163,11 +154,9 @@ def best(out):
     final = weights("final")
     record = {}
     for name in ("checkpoint-1", "checkpoint-3"):
-        pairs = zip(weights(f"run/{name}"), final, strict=True)
-        record[name] = [
-            all(torch.equal(tensor, last[key]) for key, tensor in saved.items())
-            for saved, last in pairs
-        ]
+        record[name] = []
+        for stored, last in zip(weights(f"run/{name}"), final, strict=True):
+            record[name].append(all(torch.equal(stored[key], last[key]) for key in stored))
     return record
 
 
