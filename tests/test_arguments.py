@@ -62,7 +62,7 @@ def assert_names(message, *words):
 def path(tmp_path):
     """Where a tiny model lies."""
     tiny_model().save_pretrained(tmp_path / "model")
-    return str(tmp_path / "model")
+    return f"{tmp_path}/model"
 
 
 @each_trainer
@@ -247,7 +247,7 @@ def test_a_token_beyond_the_embedding_is_refused_if_a_prompt_has_it(attempt, tmp
     tiny_model(vocab_size=98).save_pretrained(tmp_path / "model")
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens([f"<t{number}>" for number in range(9)])
-    given = {"model": str(tmp_path / "model"), "processing_class": tokenizer}
+    given = {"model": f"{tmp_path}/model", "processing_class": tokenizer}
     # 106 tokens, of which no prompt has the last eight
     assert attempt(data=prompts("ab", "a<t0>"), **given) == STARTED
     message = attempt(data=prompts("ab", "a<t1>"), **given)

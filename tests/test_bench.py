@@ -19,7 +19,7 @@ from trl_qurl.lab.bench.trial import random_model
 from trl_qurl.lab.bench.verdict import Speedup, speedup, verdict
 from trl_qurl.lab.demo.task import build_tokenizer
 
-SMALL = ["--prompt-len", "16", "--completion-len", "12", "--batch", "8", "--train-batch", "2"]
+SMALL = "--prompt-len 16 --completion-len 12 --batch 8 --train-batch 2"
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def model(tmp_path, monkeypatch):
     """A directory with a config alone; results go beside it."""
     monkeypatch.chdir(tmp_path)
     tiny_model().config.save_pretrained(tmp_path / "model")
-    return str(tmp_path / "model")
+    return f"{tmp_path}/model"
 
 
 def save_config(directory, size):
@@ -104,8 +104,8 @@ def test_a_small_model_on_a_large_gpu_with_fast_memory(size, tmp_path, capsys, m
         monkeypatch.setattr(
             "trl_qurl.quantization.formats.gpu_capability", lambda at=capability: at
         )
-        command = ["bench", str(tmp_path), "--scheme", "int8", "--dry-run", str(gigabytes)]
-        assert main(command) == 0
+        command = f"bench {tmp_path} --scheme int8 --dry-run {gigabytes}"
+        assert main(command.split()) == 0
         if "Calculated, not measured" in capsys.readouterr().out:
             told.add(name)
     assert told == ({"H200", "A100"} if size == "0.5B" else set())
@@ -127,8 +127,8 @@ MISTAKES = """\
 @pytest.mark.parametrize("mistake", MISTAKES.splitlines())
 def test_a_mistake_is_refused(mistake, model, capsys):
     options, named = mistake.split(" => ")
-    small = "--prompt-len 16 --completion-len 16 --scheme int8"
-    assert main(["bench", model, *small.split(), *options.split()]) == 2
+    command = f"bench {model} --prompt-len 16 --completion-len 16 --scheme int8 {options}"
+    assert main(command.split()) == 2
     assert named in capsys.readouterr().err
 
 
@@ -198,7 +198,8 @@ def test_the_engine_is_measured_alone_if_training_runs_out_of_memory(model, monk
     """On a device without bfloat16. Of 2 s for 96 tokens, 0.5 s are the host's."""
     monkeypatch.setattr("trl_qurl.quantization.formats.emulates_bfloat16", lambda: True)
     monkeypatch.setattr(run, "Child", Scripted)
-    assert main(["bench", model, *SMALL, "--scheme", "int8,fp8", "--minutes", "1e-9"]) == 0
+    command = f"bench {model} {SMALL} --scheme int8,fp8 --minutes 1e-9"
+    assert main(command.split()) == 0
     _, printed = capsys.readouterr().out.split(" for 1e-09 minutes\n")
     lines = [line.rstrip() for line in printed.splitlines()]
     assert "\n".join(lines) == MEASURED
@@ -238,7 +239,8 @@ def bench(warm_spawn, model, monkeypatch):
     """Run the command on the tiny model, in a launcher's process whose port is taken; its record."""
 
     def run(*options):
-        assert main(["bench", model, *SMALL, "--minutes", "0.01", *options]) == 0
+        command = f"bench {model} {SMALL} --scheme int8 --minutes 0.01"
+        assert main([*command.split(), *options]) == 0
         return json.loads(Path("bench.json").read_text())
 
     launcher = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}
@@ -248,7 +250,7 @@ def bench(warm_spawn, model, monkeypatch):
         yield run
 
 
-COLOCATED = ["--scheme", "int8", "--engine-kwargs", json.dumps(ENGINE)]
+COLOCATED = ["--engine-kwargs", json.dumps(ENGINE)]
 
 
 @pytest.mark.vllm
@@ -286,7 +288,7 @@ def test_an_engine_alone(bench, monkeypatch):
 @pytest.mark.vllm
 @pytest.mark.xdist_group("server")
 def test_a_server(bench, int8_server):
-    record = bench("--scheme", "int8", "--vllm-server-base-url", int8_server.url)
+    record = bench("--vllm-server-base-url", int8_server.url)
     [[step, *_]] = record["steps"].values()
     assert step["sync"] > 0
     assert step["rollout"] > 0

@@ -129,8 +129,8 @@ def test_control_c_is_one_line(tmp_path):
         "import os, signal; os.kill(os.getpid(), signal.SIGINT)\n"
     )
     (tmp_path / "config.json").write_text("{}")
-    command = ["-m", "trl_qurl", "quantize", tmp_path, tmp_path / "out", "--scheme", "int8"]
-    done = run(*command, PYTHONPATH=f"{tmp_path}:{ROOT}")
+    command = f"-m trl_qurl quantize {tmp_path} {tmp_path}/out --scheme int8"
+    done = run(*command.split(), PYTHONPATH=f"{tmp_path}:{ROOT}")
     # after the terminal's ^C
     assert (done.returncode, done.stderr) == (130, "\ntrl-qurl: interrupted\n")
 
@@ -204,7 +204,7 @@ def test_a_name_on_the_hub_costs_one_request(monkeypatch, tmp_path):
 def test_offline_a_misspelled_directory_is_named(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    assert cli.main(["quantize", "modell", str(tmp_path / "out"), "--scheme", "int8"]) == 2
+    assert cli.main(f"quantize modell {tmp_path}/out --scheme int8".split()) == 2
     assert "modell is not a local model" in capsys.readouterr().err
     (tmp_path / "models--some--model" / "snapshots").mkdir(parents=True)  # of any revision
     check_model("some/model")
@@ -214,8 +214,8 @@ def test_what_is_quantized_is_not_quantized_again(tmp_path, monkeypatch, capsys)
     save_tiny(tmp_path / "model")
     monkeypatch.setitem(sys.modules, "llmcompressor", None)  # nor is it needed
     for source, target, status in (("model", "once", 0), ("once", "twice", 2)):
-        command = ["quantize", str(tmp_path / source), str(tmp_path / target), "--scheme", "fp8"]
-        assert cli.main(command) == status
+        command = f"quantize {tmp_path}/{source} {tmp_path}/{target} --scheme fp8"
+        assert cli.main(command.split()) == status
     assert "once is quantized already" in capsys.readouterr().err
     assert not (tmp_path / "twice").exists()
 
@@ -227,7 +227,7 @@ def test_a_directory_without_a_model_is_not_taken_for_a_hub_name(tmp_path, monke
     (tmp_path / "config.json").write_text("{}")
     check_model(str(tmp_path))
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert cli.main(["quantize", "~/", str(tmp_path / "out"), "--scheme", "int8"]) == 2
+    assert cli.main(f"quantize ~/ {tmp_path}/out --scheme int8".split()) == 2
     error = capsys.readouterr().err
     assert "~/ does not contain a model" in error
     assert "~ is not expanded" in error

@@ -359,7 +359,7 @@ def test_no_critic_sees(tmp_path):
     tiny_model().save_pretrained(tmp_path / "policy")
     images = vision_processor("llava_next")
     with pytest.raises(ValueError, match="LlavaNextProcessor, but the critic .* QuRLGRPOTrainer"):
-        build(QuRLPPOTrainer, tmp_path, model=str(tmp_path / "policy"), processing_class=images)
+        build(QuRLPPOTrainer, tmp_path, model=f"{tmp_path}/policy", processing_class=images)
 
 
 def test_a_model_that_is_loaded_quantized_is_refused(tmp_path, monkeypatch):
@@ -367,7 +367,7 @@ def test_a_model_that_is_loaded_quantized_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "trl_qurl.rollout.backend.QuantizedVLLMGeneration._init_vllm", start_no_engine
     )
-    model = str(tmp_path / "model")
+    model = f"{tmp_path}/model"
     write_checkpoint(tiny_model(), tiny_tokenizer(), "int8", model)
     with pytest.raises(ValueError, match=r"/model, is quantized.*16 bits.*round_base=True"):
         build(QuRLGRPOTrainer, tmp_path, model=model)

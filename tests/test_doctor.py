@@ -42,7 +42,7 @@ def doctor(*arguments, python=sys.executable, **variables):
     variables.pop("MASTER_PORT")
     places = variables.get("PYTHONPATH", "").split(os.pathsep)
     variables["PYTHONPATH"] = os.pathsep.join([*filter(None, places), str(ROOT)])
-    words = [str(python), "-m", "trl_qurl", "doctor", *arguments]
+    words = [python, "-m", "trl_qurl", "doctor", *arguments]
     return subprocess.run(words, env=variables, capture_output=True, text=True, timeout=600)
 
 

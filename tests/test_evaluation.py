@@ -215,15 +215,15 @@ def test_two_formats_are_compared_and_not_answered_again(
     many questions: no prompt may be read in parts on a CPU.
     """
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TRL_QURL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("TRL_QURL_CACHE", f"{tmp_path}/cache")
     save_tiny(tmp_path / "model", max_position_embeddings=256)
     write_questions(tmp_path / "sums.jsonl", "777777")
     write_questions(tmp_path / "more.jsonl", "7777")
     command = "eval model --tasks sums.jsonl,more.jsonl --max-tokens 48 --samples 4 --temperature 1"
     engine = json.dumps({**ENGINE, "max_num_batched_tokens": 128})
     words = [*command.split(), "--output-dir", "whole", "--engine-kwargs", engine]
-    python = ("-m", "trl_qurl", *words, "--scheme", "none,int8")
-    printed = completed(warm_python, *python, COLUMNS="140", PYTHONPATH=str(ROOT)).stdout
+    python = [warm_python, "-m", "trl_qurl", *words, "--scheme", "none,int8"]
+    printed = completed(*python, COLUMNS="140", PYTHONPATH=str(ROOT)).stdout
     assert "sums (6)" in printed
     assert results_in("whole") == BF16_FIRST
     [file] = (tmp_path / "whole").glob("none-*.json")
@@ -315,8 +315,8 @@ def test_answers_must_fit_into_the_context(tmp_path, capsys):
     model = str(save_tiny(tmp_path / "model"))  # one token per character, and a context of 128
     questions = write_questions(tmp_path / "sums.jsonl", "7")
     out = tmp_path / "out"
-    words = ["eval", model, "--tasks", questions, "--scheme", "int8", "--output-dir", str(out)]
-    assert cli.main(words) == 2
+    command = f"eval {model} --tasks {questions} --scheme int8 --output-dir {out}"
+    assert cli.main(command.split()) == 2
     said = capsys.readouterr()
     assert "sums: 1 answers are compared as mathematics" in said.out, "before the engine starts"
     assert "--max-tokens 2048 do not fit" in said.err

@@ -63,8 +63,8 @@ def test_failures_are_recorded_and_a_second_run_repeats_only_them(script, tmp_pa
             part("steps-7B-512-bf16", [], 5, memory_gb=10**6),
         ]
         monkeypatch.setattr(gpu_hour.Plan, "parts", lambda plan_of: plan)
-        options = ["--rehearse", "--minutes", "2", "--archive", str(tmp_path / "all.tgz")]
-        assert gpu_hour.main(["-o", str(out), *options]) == 1
+        command = f"-o {out} --rehearse --minutes 2 --archive {tmp_path}/all.tgz"
+        assert gpu_hour.main(command.split()) == 1
         parts = json.loads((out / "results.json").read_text())["parts"]
         lines = [f"{part['status']} {name} ({part['reason']})" for name, part in parts.items()]
         return parts, "\n".join(lines)

@@ -194,7 +194,7 @@ def test_bad_input_is_an_error(tmp_path, capsys, monkeypatch):
 def test_a_report_does_not_import_torch(tmp_path):
     run = write_run(tmp_path / "alone", {"step": 4, "reward": 0.5})
     code = "import sys; from trl_qurl.cli import main\n"
-    code += f"assert main(['report', {run!r}, '-o', {str(tmp_path / 'runs.svg')!r}]) == 0\n"
+    code += f"assert main('report {run} -o {tmp_path}/runs.svg'.split()) == 0\n"
     code += "assert not {'torch', 'transformers', 'trl', 'vllm'} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert "\n alone " in done.stdout

@@ -91,10 +91,10 @@ class Clone:
         self.environment = {
             name: value for name, value in os.environ.items() if name[:3] not in ("PIP", "UV_")
         }
-        self.environment["UV_CACHE_DIR"] = str(folder / "cache")
+        self.environment["UV_CACHE_DIR"] = f"{folder}/cache"
         self.environment["PYTHONDONTWRITEBYTECODE"] = "1"
         self.settings = {
-            "PIP_CONFIG_FILE": str(folder / "pip.conf"),
+            "PIP_CONFIG_FILE": f"{folder}/pip.conf",
             "PIP_FIND_LINKS": str(self.wheels),
         }
         self.environment |= self.settings

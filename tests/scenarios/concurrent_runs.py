@@ -79,5 +79,5 @@ if __name__ == "__main__":
     runs = int(sys.argv[2])
     lost = folder / "lost"
     lost.touch()
-    ends = keep_running(str(folder / "rollouts"), lost, runs)
+    ends = keep_running(f"{folder}/rollouts", lost, runs)
     print_record({"ends": ends, "lost": lost.read_text().splitlines()})

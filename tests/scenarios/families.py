@@ -87,7 +87,7 @@ def remote_code(out):
         model_init_kwargs={"dtype": "float32"},
         vllm_engine_kwargs={"enforce_eager": True},  # the size of the cache is ours
     )
-    trainer.save_quantized(str(out / "quantized"))
+    trainer.save_quantized(f"{out}/quantized")
     return seen(trainer) | {"files": sorted(path.name for path in (out / "quantized").glob("*.py"))}
 
 

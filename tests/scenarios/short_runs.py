@@ -101,7 +101,7 @@ def saved(out):
     """A model where TRL finds it again, for the reference model and the critic."""
     tiny_model().save_pretrained(out / "model")
     chat_tokenizer().save_pretrained(out / "model")
-    return str(out / "model")
+    return f"{out}/model"
 
 
 def seen(trainer):

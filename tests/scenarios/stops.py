@@ -49,7 +49,7 @@ def whole_and_resumed(out, kind, make, settings, make_critic=None, **given):
     whole = build_here("whole")
     whole.train()
     resumed = build_here("resumed")
-    resumed.train(resume_from_checkpoint=str(out / "whole" / "checkpoint-2"))
+    resumed.train(resume_from_checkpoint=f"{out}/whole/checkpoint-2")
     adapters = list(resumed.model.peft_config) if isinstance(resumed.model, PeftModel) else []
     return {"whole": rows(whole)[2:], "resumed": rows(resumed)[-2:], "adapters": adapters}
 
@@ -146,7 +146,7 @@ def best(out):
         evaluate(*args, **given) | {"eval_reward": next(rewards)}
     )
     trainer.train()
-    trainer.save_model(str(out / "final"))
+    trainer.save_model(f"{out}/final")
 
     def weights(name):
         return [load_file(out / name / part / "model.safetensors") for part in (".", "critic")]
