@@ -25,7 +25,7 @@ HERE = Path(trl_qurl.__file__).parent / "lab" / "recipes"
 RECIPES = sorted((HERE / "paper").glob("*.yaml"))
 VARIANTS = sorted((HERE / "paper" / "variants").glob("*.yaml"))
 OWN = sorted((HERE / "own").glob("*.yaml"))
-ON_CPU = ["--use_cpu", "--bf16", "false"]
+ON_CPU = "--use_cpu --bf16 false"
 
 PAPER = """\
 dapo: Qwen/Qwen2.5-Math-7B becomes qurl-dapo
@@ -79,9 +79,9 @@ def command_of(recipe):
     return "ppo" if recipe.stem.endswith("ppo") else "grpo"
 
 
-def parsed(command, *argv):
+def parsed(command, argv):
     """Script, trainer and model arguments of `trl-qurl COMMAND` on a CPU."""
-    return parse(command, [*ON_CPU, *map(str, argv)])
+    return parse(command, f"{ON_CPU} {argv}".split())
 
 
 def write(path, **settings):
@@ -93,21 +93,21 @@ def test_recipes_and_variants_are_found_by_name_from_anywhere(tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tis").mkdir()  # a directory of that name is not a settings file
     mine = write(tmp_path / "mine.yaml", seed=7, objective="naive", model="my/model", lora_r=8)
-    files = ["--config", "gsm8k_ppo", mine, "tis"]
-    _, config, model = parsed("ppo", *files, "--lora_r", "4")
+    files = f"--config gsm8k_ppo {mine} tis"
+    _, config, model = parsed("ppo", f"{files} --lora_r 4")
     assert model.model_name_or_path == "my/model"
     assert (config.max_steps, config.seed, model.lora_r) == (1740, 7, 4)
-    assert parsed("ppo", *files, "--model", "other")[2].model_name_or_path == "other"
+    assert parsed("ppo", f"{files} --model other")[2].model_name_or_path == "other"
     assert config.objective == "tis", "later files override earlier ones"
     assert [*recipes()] == [path.stem for path in (*RECIPES, *VARIANTS, *OWN)]
     write(tmp_path / "dapo", seed=8)
-    assert parsed("grpo", "--config", "dapo")[1].seed == 8, "a local file comes first"
+    assert parsed("grpo", "--config dapo")[1].seed == 8, "a local file comes first"
 
 
 def test_recipes_have_the_settings_of_the_paper():
     said = []
     for recipe in RECIPES:
-        script, config, model = parsed(command_of(recipe), "--config", recipe)
+        script, config, model = parsed(command_of(recipe), f"--config {recipe}")
         made = config.per_device_train_batch_size * config.steps_per_generation
         updates = config.updates_per_rollout
         said += [
@@ -122,7 +122,7 @@ def test_recipes_have_the_settings_of_the_paper():
 
 
 def test_dapo_is_dapo():
-    script, config, _ = parsed("grpo", "--config", "dapo")
+    script, config, _ = parsed("grpo", "--config dapo")
     clips = (config.epsilon, config.epsilon_high, config.mask_truncated_completions)
     assert clips == (0.2, 0.28, True)
     assert config.loss_type == "dapo"
@@ -140,7 +140,7 @@ def test_dapo_is_dapo():
 def test_variants_of_a_recipe():
     said = []
     for variant in VARIANTS:
-        _, config, _ = parsed("grpo", "--config", "dapo", variant)
+        _, config, _ = parsed("grpo", f"--config dapo {variant}")
         assert config.max_completion_length == 3072, "the recipe's"
         said.append(
             f"{variant.stem}: {config.rollout_quantization}, {config.objective}, s = {config.uaq_scale}"
@@ -156,12 +156,12 @@ def model(tmp_path_factory):
     return save_tiny(tmp_path_factory.mktemp("model"), template, **sizes)
 
 
-def run_of(command, name, model, directory, *further):
+def run_of(command, name, model, directory, further=""):
     """The arguments with which the scenario runs two steps of a tiny model on real questions."""
     train, test = (SHARED / "data" / f"{data}.jsonl.gz" for data in DATA.get(name, DEEPSCALER))
     engine = json.dumps(ENGINE, separators=(",", ":"))
-    settings = f"""
-        --model_name_or_path {model} --max_steps 2 --dataset {train} --dataset_limit 12
+    argv = f"""
+        {ON_CPU} {further} --model_name_or_path {model} --max_steps 2 --dataset {train} --dataset_limit 12
         --question_column question --answer_column answer
         --eval_tasks held_out={test} --eval_tasks_limit 3 --eval_tasks_steps 2
         --output_dir {directory / name} --logging_steps 1 --save_strategy no
@@ -170,22 +170,21 @@ def run_of(command, name, model, directory, *further):
         --report_to none --vllm_max_model_length 4096 --vllm_engine_kwargs {engine}
         --sync_check_interval 0
     """
-    argv = [*ON_CPU, *map(str, further), *settings.split()]
     if name == "dapo":
-        argv += ["--soft_overlong_cache", "3"]
+        argv += "--soft_overlong_cache 3"
     if name in ("deepscaler_16k", "lora_w4", "rloo"):
-        argv += ["--save_quantized", "True"]
-    return [command, name, json.dumps(argv)]
+        argv += "--save_quantized True"
+    return [command, name, json.dumps(argv.split())]
 
 
 @pytest.fixture(scope="module")
 def two_steps(run_scenario, model, tmp_path_factory):
     """Every recipe of the paper for two steps, each with another variant; what was logged."""
     directory = tmp_path_factory.mktemp("runs")
-    runs = [
-        run_of(command_of(recipe), recipe.stem, model, directory, "--config", recipe, variant)
-        for recipe, variant in zip(RECIPES, itertools.cycle(VARIANTS))
-    ]
+    runs = []
+    for recipe, variant in zip(RECIPES, itertools.cycle(VARIANTS)):
+        config = f"--config {recipe} {variant}"
+        runs.append(run_of(command_of(recipe), recipe.stem, model, directory, config))
     # RLOO has no recipe of the paper's, and runs with its command's defaults.
     runs.append(run_of("rloo", "rloo", model, directory))
     return directory, run_scenario("recipes.py", *itertools.chain(*runs))
@@ -203,7 +202,7 @@ def assert_two_updates(record):
     not (SHARED / "data").exists(), reason="the data sets are not beside this checkout"
 )
 def test_an_adapter_on_a_base_in_four_bits_trains(run_scenario, model, tmp_path):
-    run = run_of("grpo", "lora_w4", model, tmp_path, "--config", "lora_w4")
+    run = run_of("grpo", "lora_w4", model, tmp_path, "--config lora_w4")
     assert_two_updates(run_scenario("recipes.py", *run)["lora_w4"])
     assert (tmp_path / "lora_w4" / "adapter_model.safetensors").exists()
     assert (tmp_path / "lora_w4-w4a16" / "adapter" / "adapter_model.safetensors").exists()
@@ -278,14 +277,14 @@ def trained(model, tmp_path, monkeypatch):
     """Run a command, whose trainer does not train; how the trainer was built."""
     monkeypatch.setattr(questions, "learn", lambda *arguments: None)
 
-    def trained(command, rows, *argv, parameters=0):
+    def trained(command, rows, argv, parameters=0):
         built = MagicMock()
         counted = [SimpleNamespace(numel=lambda: parameters)]
         built.return_value.model.parameters.return_value = counted
         monkeypatch.setattr(trl_qurl, f"QuRL{command.upper()}Trainer", built)
         (tmp_path / "q.jsonl").write_text(rows)
-        given = ["--model", model, "--dataset", tmp_path / "q.jsonl", "--output_dir", tmp_path]
-        questions.train(command, *parsed(command, *given, *argv))
+        given = f"--model {model} --dataset {tmp_path}/q.jsonl --output_dir {tmp_path} {argv}"
+        questions.train(command, *parsed(command, given))
         return built.call_args.kwargs
 
     return trained
@@ -296,7 +295,7 @@ def trained(model, tmp_path, monkeypatch):
 def test_reward_functions_reach_the_trainer(command, is_graded, my_rewards, trained, caplog):
     names = ["level_reward", *["accuracy_reward"] * is_graded]
     row = '{"question": "1 + 1?", "level": 2, "answer": "2"}\n'
-    given = trained(command, row, "--reward_funcs", f"{my_rewards}.level_reward", *names[1:])
+    given = trained(command, row, f"--reward_funcs {my_rewards}.{' '.join(names)}")
     assert [function.__name__ for function in given["reward_funcs"]] == names
     [row] = given["train_dataset"]
     assert (row["level"], row["answer"]) == (2, "2")
@@ -306,15 +305,15 @@ def test_reward_functions_reach_the_trainer(command, is_graded, my_rewards, trai
     assert ("value_model" in given) == (command == "ppo")
 
 
-def refused(*argv):
+def refused(argv):
     """The error of a command that may not start an engine."""
     with pytest.raises((ValueError, FileNotFoundError)) as caught:
-        questions.train("grpo", *parsed("grpo", "--model", "/no/engine/may/start", *argv))
+        questions.train("grpo", *parsed("grpo", f"--model /no/engine/may/start {argv}"))
     return str(caught.value)
 
 
 def test_saving_in_8_bits_needs_a_format(tmp_path):
-    error = refused("--output_dir", tmp_path, "--save_quantized", "--rollout_quantization", "none")
+    error = refused(f"--output_dir {tmp_path} --save_quantized --rollout_quantization none")
     assert "save_quantized" in error
     assert "rollout_quantization is None" in error
 
@@ -332,7 +331,7 @@ def checkpoints(tmp_path):
 def test_a_wrong_checkpoint_is_refused_before_a_model_is_looked_for(checkpoints, tmp_path_factory):
     empty = tmp_path_factory.mktemp("empty")
     for directory, wrong in ((checkpoints, checkpoints / "checkpoint-100"), (empty, "true")):
-        error = refused("--output_dir", directory, "--resume_from_checkpoint", wrong)
+        error = refused(f"--output_dir {directory} --resume_from_checkpoint {wrong}")
         assert "resume_from_checkpoint" in error
         assert str(directory) in error
 
@@ -363,7 +362,7 @@ def test_a_fault_in_a_reward_function_has_a_place():
 @pytest.mark.parametrize(("steps", "is_long"), [(20, False), (2000, True), (-1, True)])
 def test_a_long_run_on_a_cpu_is_announced(steps, is_long, trained, caplog):
     rows = 2000 * '{"question": "1 + 1?", "answer": "2"}\n'
-    trained("grpo", rows, "--max_steps", steps, parameters=135_000_000)
+    trained("grpo", rows, f"--max_steps {steps}", parameters=135_000_000)
     assert ("would take about" in caplog.text) == is_long
     logging.getLogger("trl").warning("[RANK 0] a line of one process")
     assert "a line of one process" in caplog.text
@@ -383,7 +382,7 @@ def test_another_dataset_drops_the_tasks_of_a_recipe(case, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "mine.yaml", dataset="mine.jsonl")
     argv, expected = case.split("=> ")
-    script, _, _ = parsed("grpo", "--config", "lora_w4", *argv.split())
+    script, _, _ = parsed("grpo", f"--config lora_w4 {argv}")
     assert [f"{script.dataset}:", *script.eval_tasks] == expected.split()
 
 
@@ -401,4 +400,4 @@ def test_values_that_yaml_converts_are_refused(case, tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text(f"{text}\n")
     with pytest.raises(ValueError, match=named):
-        parsed("grpo", "--config", path)
+        parsed("grpo", f"--config {path}")
