@@ -77,29 +77,29 @@ SHARED = (
 )
 BACKEND = ["dense/olmo2", "dense/olmo3", "dense/starcoder2", "dense/vaultgemma"]
 """Families that vLLM runs by its transformers backend, beside SmolLM3."""
-FAMILIES = """
-experts/qwen3_moe
-experts/qwen2_moe
-experts/olmoe
-experts/glm4_moe
-dense/llama
-dense/qwen3
-dense/glm4
-dense/granite
-dense/cohere2
-vision/llava_next
-vision/gemma3
-vision/qwen2_vl
-vision/qwen2_5_vl
-vision/qwen3_vl
-vision/smolvlm
-vision/qwen2_5_vl/again
-vision/llava_next/text
-vision/llava_next/lora
-vision/llava_next/RLOO
-"""
-"""LLaVA-NeXT also without pictures, with an adapter, and without groups' deviations."""
-MODELS = [*FAMILIES.split(), *BACKEND]
+MODELS = [
+    "experts/qwen3_moe",
+    "experts/qwen2_moe",
+    "experts/olmoe",
+    "experts/glm4_moe",
+    "dense/llama",
+    "dense/qwen3",
+    "dense/glm4",
+    "dense/granite",
+    "dense/cohere2",
+    "vision/llava_next",
+    "vision/gemma3",
+    "vision/qwen2_vl",
+    "vision/qwen2_5_vl",
+    "vision/qwen3_vl",
+    "vision/smolvlm",
+    "vision/qwen2_5_vl/again",
+    # LLaVA-NeXT also without pictures, with an adapter, and without groups' deviations
+    "vision/llava_next/text",
+    "vision/llava_next/lora",
+    "vision/llava_next/RLOO",
+    *BACKEND,
+]
 MODES = ("trained_adapter", "kernels")
 FURTHER = (*MODELS, *MODES, "reference", "environments")
 
