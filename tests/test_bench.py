@@ -93,14 +93,21 @@ def test_a_dry_run_says_what_fits(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out == FITS
 
 
-GPUS = {"H200": ((9, 0), 141), "A100": ((8, 0), 80), "A30": ((8, 0), 24), "L40S": ((8, 9), 48)}
+MACHINES = {
+    "H200": ((9, 0), 141),
+    "A100": ((8, 0), 80),
+    "A30": ((8, 0), 24),
+    "L40S": ((8, 9), 48),
+    "CPU": (None, 141),
+}
+"""Compute capability, and gigabytes of memory."""
 
 
 @pytest.mark.parametrize("size", ["0.5B", "7B"])
 def test_a_small_model_on_a_large_gpu_with_fast_memory(size, tmp_path, capsys, monkeypatch):
     save_config(tmp_path, size)
     told = set()
-    for name, (capability, gigabytes) in {**GPUS, "CPU": (None, 141)}.items():
+    for name, (capability, gigabytes) in MACHINES.items():
         monkeypatch.setattr(
             "trl_qurl.quantization.formats.gpu_capability", lambda at=capability: at
         )
