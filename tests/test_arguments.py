@@ -4,8 +4,7 @@ engine starts.
 
 import functools
 import inspect
-from collections.abc import Callable
-from typing import Any
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from peft import (
 from support.building import CONFIGS, PROMPTS, STARTED, build, reward, settings_of, start_no_engine
 from tiny import VOCABULARY, tiny_model, tiny_tokenizer
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerState
+from transformers import AutoModelForCausalLM, TrainerState
 from trl import GRPOTrainer, RLOOTrainer
 
 from trl_qurl import QuRLGRPOTrainer, QuRLRLOOTrainer
@@ -32,7 +31,7 @@ INIT = "trl_qurl.rollout.backend.QuantizedVLLMGeneration._init_vllm"
 each_trainer = pytest.mark.parametrize("cls", CONFIGS)
 
 
-def prompts(common: str | list, last: str | list | None) -> Dataset:
+def prompts(common, last):
     """Fifteen prompts, and another one."""
     return Dataset.from_dict({"prompt": [*[common] * 15, last]})
 
@@ -43,10 +42,10 @@ def no_engine(monkeypatch):
 
 
 @pytest.fixture
-def attempt(tmp_path) -> Callable[..., str]:
+def attempt(tmp_path):
     """Build a trainer, and return its error; `STARTED` if it passes all checks."""
 
-    def attempt(cls: type = QuRLGRPOTrainer, args: dict[str, Any] | None = None, **given: Any):
+    def attempt(cls=QuRLGRPOTrainer, args=None, **given):
         with pytest.raises(Exception) as error:
             build(cls, tmp_path, args=settings_of(cls, tmp_path, **args or {}), **given)
         return str(error.value)
@@ -54,15 +53,21 @@ def attempt(tmp_path) -> Callable[..., str]:
     return attempt
 
 
-def assert_names(message: str, *words: str) -> None:
+def assert_names(message, *words):
     for word in words:
         assert word in message
 
 
-@each_trainer
-def test_arguments_are_taken_in_trls_order(cls, tmp_path):
+@pytest.fixture
+def path(tmp_path):
+    """Where a tiny model lies."""
     tiny_model().save_pretrained(tmp_path / "model")
-    given = [str(tmp_path / "model"), reward, settings_of(cls, tmp_path / "out")]
+    return f"{tmp_path}/model"
+
+
+@each_trainer
+def test_arguments_are_taken_in_trls_order(cls, path, tmp_path):
+    given = [path, reward, settings_of(cls, tmp_path / "out")]
     with pytest.raises(AssertionError, match=STARTED):
         cls(*given, PROMPTS, None, tiny_tokenizer())
     with pytest.raises(ValueError, match=r"\['prompt'\] not in the dataset"):
@@ -117,31 +122,25 @@ def test_a_directory_in_which_another_run_trains_is_refused(cls, attempt, tmp_pa
 USER = {"role": "user", "content": "1+1"}
 QUESTIONS = PROMPTS.rename_column("prompt", "question")
 NO_PROMPT = ("['prompt'] not in the dataset", "'question', 'solution'")
+CAUSAL = {"task_type": "CAUSAL_LM"}
 ADAPTERS = {
-    "PrefixTuningConfig (PREFIX_TUNING)": PrefixTuningConfig(
-        num_virtual_tokens=4, task_type="CAUSAL_LM"
-    ),
-    "LoraConfig (alora_invocation_tokens)": LoraConfig(
-        alora_invocation_tokens=[40], task_type="CAUSAL_LM"
-    ),
+    "PrefixTuningConfig (PREFIX_TUNING)": PrefixTuningConfig(num_virtual_tokens=4, **CAUSAL),
+    "LoraConfig (alora_invocation_tokens)": LoraConfig(alora_invocation_tokens=[40], **CAUSAL),
     # shares tensors among layers
-    "VeraConfig (VERA)": VeraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"),
+    "VeraConfig (VERA)": VeraConfig(r=4, target_modules=["q_proj"], **CAUSAL),
 }
-REFUSED = [
-    ({"data": QUESTIONS}, NO_PROMPT),
-    ({"eval_dataset": DatasetDict(easy=PROMPTS, hard=QUESTIONS)}, NO_PROMPT),
-    ({"data": prompts("ab", "")}, ["train_dataset[15] has no tokens"]),
-    ({"data": prompts("ab", None)}, ["train_dataset[15]", "None"]),
-    ({"data": prompts([USER], [])}, ["train_dataset[15]", "[]"]),
-    *(({"peft_config": config}, [name, "LoRA"]) for name, config in ADAPTERS.items()),
-]
 
 
-@pytest.mark.parametrize(("given", "parts"), REFUSED)
-def test_data_and_adapters_that_cannot_train_are_refused(given, parts, attempt):
-    assert_names(attempt(**given), *parts)
-    if "peft_config" in given:
-        assert_names(attempt(model=get_peft_model(tiny_model(), given["peft_config"])), *parts)
+def test_data_and_adapters_that_cannot_train_are_refused(attempt):
+    assert_names(attempt(data=QUESTIONS), *NO_PROMPT)
+    evaluation = DatasetDict(easy=PROMPTS, hard=QUESTIONS)
+    assert_names(attempt(eval_dataset=evaluation), *NO_PROMPT)
+    assert "train_dataset[15] has no tokens" in attempt(data=prompts("ab", ""))
+    assert_names(attempt(data=prompts("ab", None)), "train_dataset[15]", "None")
+    assert_names(attempt(data=prompts([USER], [])), "train_dataset[15]", "[]")
+    for name, config in ADAPTERS.items():
+        assert_names(attempt(peft_config=config), name, "LoRA")
+        assert_names(attempt(model=get_peft_model(tiny_model(), config)), name, "LoRA")
 
 
 def test_columns_are_known_when_rows_are_read(attempt):
@@ -156,16 +155,13 @@ def test_columns_are_known_when_rows_are_read(attempt):
 
 
 @pytest.fixture
-def small_context(monkeypatch):
-    """An engine that holds twenty tokens, of which a completion may take sixteen."""
+def built(monkeypatch, tmp_path):
+    """Builds a trainer with an engine that holds twenty tokens, of which a completion may take
+    sixteen.
+    """
     MultiProcessAdapter.warning_once.cache_clear()
     started = {"kept": (), "context": 20}
     monkeypatch.setattr(INIT, lambda self: vars(self).update(started))
-
-
-@pytest.fixture
-def built(small_context, tmp_path):
-    """Builds a trainer with that engine."""
     return functools.partial(build, QuRLGRPOTrainer, tmp_path)
 
 
@@ -181,14 +177,14 @@ def test_all_prompts_are_measured_in_tokens(built, attempt):
 
 
 @each_trainer
-def test_prompts_are_measured_before_the_engine_starts_if_the_context_is_set(
-    cls, attempt, tmp_path
-):
-    tiny_model().save_pretrained(tmp_path / "model")  # where a critic starts
-    given = {"model": str(tmp_path / "model"), "data": prompts("ab", "a" * 20)}
-    message = attempt(cls, args={"vllm_max_model_length": 20}, **given)
-    assert "train_dataset[15] of 20 tokens" in message
-    assert attempt(cls, args={"vllm_max_model_length": 21}, **given) == STARTED
+def test_prompts_are_measured_before_the_engine_starts_if_the_context_is_set(cls, attempt, path):
+    def attempt_with(context):
+        args = {"vllm_max_model_length": context}
+        # a critic starts from a path
+        return attempt(cls, args=args, model=path, data=prompts("ab", "a" * 20))
+
+    assert "train_dataset[15] of 20 tokens" in attempt_with(20)
+    assert attempt_with(21) == STARTED
 
 
 @pytest.mark.parametrize(("length", "is_warned_of"), [(None, False), (1, False), (2, True)])
@@ -198,8 +194,7 @@ def test_completions_that_end_early_are_warned_of(length, is_warned_of, attempt,
     args = {"vllm_max_model_length": 21, "max_completion_length": length}
     assert attempt(args=args, data=prompts("ab", "a" * 20)) == STARTED
     warnings = [text for text in caplog.messages if "Long prompts" in text]
-    assert len(warnings) == is_warned_of
-    assert not warnings or f"max_completion_length={length}" in warnings[0]
+    assert [f"max_completion_length={length}" in text for text in warnings] == [True] * is_warned_of
 
 
 def test_a_part_of_a_large_dataset_is_measured(built, attempt, monkeypatch):
@@ -210,7 +205,7 @@ def test_a_part_of_a_large_dataset_is_measured(built, attempt, monkeypatch):
     assert "train_dataset[13] of 20 tokens" in attempt(data=data)
 
 
-def tokenizer_that_adds(single: str) -> PreTrainedTokenizerFast:
+def tokenizer_that_adds(single):
     """The tiny tokenizer, which surrounds each text `$A` with special tokens, and a template for
     chats.
     """
@@ -252,7 +247,7 @@ def test_a_token_beyond_the_embedding_is_refused_if_a_prompt_has_it(attempt, tmp
     tiny_model(vocab_size=98).save_pretrained(tmp_path / "model")
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens([f"<t{number}>" for number in range(9)])
-    given = {"model": str(tmp_path / "model"), "processing_class": tokenizer}
+    given = {"model": f"{tmp_path}/model", "processing_class": tokenizer}
     # 106 tokens, of which no prompt has the last eight
     assert attempt(data=prompts("ab", "a<t0>"), **given) == STARTED
     message = attempt(data=prompts("ab", "a<t1>"), **given)
@@ -276,17 +271,14 @@ def test_a_policy_that_nothing_trains_is_refused(attempt):
     assert_names(merged, refused, "requires_grad_", "merge_and_unload")
 
 
-def test_a_generation_config_that_cannot_be_saved_is_refused(attempt, tmp_path):
-    tiny_model().save_pretrained(tmp_path / "model")
+def test_a_generation_config_that_cannot_be_saved_is_refused(attempt, path):
     settings = '{"temperature": 0.6, "do_sample": false}'
-    (tmp_path / "model" / "generation_config.json").write_text(settings)
-    message = attempt(model=str(tmp_path / "model"))
-    assert_names(message, "`temperature`", "generation_config.json")
+    Path(path, "generation_config.json").write_text(settings)
+    assert_names(attempt(model=path), "`temperature`", "generation_config.json")
 
 
-def test_a_reference_that_is_not_the_policy_is_warned_of(built, tmp_path, caplog):
-    tiny_model().save_pretrained(tmp_path / "model")
-    policy = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
+def test_a_reference_that_is_not_the_policy_is_warned_of(built, path, tmp_path, caplog):
+    policy = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
     args = settings_of(QuRLGRPOTrainer, tmp_path, beta=0.1, objective="tis")
     assert built(args=args, model=policy).ref_model is not None
     assert "The reference" not in caplog.text, "it is the policy in float32"
@@ -295,24 +287,22 @@ def test_a_reference_that_is_not_the_policy_is_warned_of(built, tmp_path, caplog
     assert "first in model.norm.weight" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("steps", "gpu", "given", "eager"),
-    [
-        (74, None, {}, True),
-        (75, None, {}, None),  # of 8 answers of 50 tokens are 30,000 tokens
-        (-1, None, {}, None),
-        (74, (9, 0), {}, None),
-        (74, None, {"enforce_eager": False}, False),
-    ],
-)
-def test_a_run_on_a_cpu_that_is_too_short_is_not_compiled(
-    steps, gpu, given, eager, tmp_path, monkeypatch
-):
+def test_a_run_on_a_cpu_that_is_too_short_is_not_compiled(tmp_path, monkeypatch):
     size = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
-    size |= {"max_completion_length": 50, "max_steps": steps, "vllm_engine_kwargs": given}
-    monkeypatch.setattr("trl_qurl.trainers.arguments.gpu_capability", lambda: gpu)
-    args = settings_of(QuRLGRPOTrainer, tmp_path, **size)
-    assert rollout_settings(args).vllm_engine_kwargs.get("enforce_eager") is eager
+    size["max_completion_length"] = 50
+
+    def is_eager(max_steps, **given):
+        changes = {"max_steps": max_steps, "vllm_engine_kwargs": given}
+        args = settings_of(QuRLGRPOTrainer, tmp_path, **size, **changes)
+        return rollout_settings(args).vllm_engine_kwargs.get("enforce_eager")
+
+    monkeypatch.setattr("trl_qurl.trainers.arguments.gpu_capability", lambda: None)
+    assert is_eager(74) is True
+    assert is_eager(75) is None  # 8 answers of 50 tokens a step are 30,000 tokens
+    assert is_eager(-1) is None
+    assert is_eager(74, enforce_eager=False) is False
+    monkeypatch.setattr("trl_qurl.trainers.arguments.gpu_capability", lambda: (9, 0))
+    assert is_eager(74) is None
 
 
 class Told(RolloutCallback):
@@ -334,4 +324,5 @@ def test_a_damaged_checkpoint_is_named(built, tmp_path):
     with pytest.raises(Exception) as error:  # noqa: PT011  # of whichever library reads it
         trainer._load_from_checkpoint(str(checkpoint))
     [note] = error.value.__notes__
-    assert str(checkpoint) in note and "earlier checkpoint" in note
+    assert str(checkpoint) in note
+    assert "earlier checkpoint" in note

@@ -4,6 +4,7 @@ import dataclasses
 import re
 import subprocess
 import sys
+from unittest.mock import MagicMock
 
 import pytest
 from conftest import child_environment
@@ -56,8 +57,7 @@ def test_a_command_imports_its_own_module_and_nothing_heavy():
     assert done.returncode == 0, done.stderr
     assert re.findall(r"^usage: trl-qurl (\w+) ", done.stdout, re.MULTILINE) == names
     code = "import sys; from trl_qurl import cli\nassert cli.main(['grpo', '--modle', 'm']) == 2\n"
-    done = run("-c", f"{code}assert not {{*{HEAVY}}} & sys.modules.keys()")
-    assert done.returncode == 0, done.stderr
+    run("-c", f"{code}assert not {{*{HEAVY}}} & sys.modules.keys()").check_returncode()
 
 
 @pytest.mark.parametrize(
@@ -67,27 +67,27 @@ def test_names_that_are_checked_before_imports_are_those_of_the_configurations(c
     check_names([setting.name for setting in dataclasses.fields(config)], ["--no_bf16", "-1"])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        ("gpro", "invalid choice: 'gpro' (choose from"),
-        ("quantize model out --scheme in8", "'in8'; did you mean 'int8'? "),
-        ("quantize model out more --scheme int8", "quantize: error: unrecognized arguments: more"),
-        ("quantize model out --scheme none", "--scheme is 'none'"),
-        ("eval model", "required: --tasks"),
-        ("grpo --modle m", "modle, did you mean model?"),
-        ("grpo --model m q.jsonl", "Unknown option or setting (--help-all lists them): q.jsonl"),
-        ("grpo --learning-rte=1e-6", "learning_rte, did you mean learning_rate?"),
-        ("grpo --warmup_ratio .1 --no_cuda", "a share of all steps); no_cuda (transformers < 5.0)"),
-        ("grpo --config old.yaml", "max_prompt_length (TRL < 0.28): filter long prompts out"),
-        ("grpo --weight_sync steam", "choose from 'auto', 'stream'"),
-        ("grpo --scheme int8", "scheme (other commands of trl-qurl): `rollout_quantization`"),
-        ("grpo --config gsm9k", "settings file gsm9k does not exist"),
-        ("ppo --config cut.yaml", 'in "cut.yaml", line 3'),
-        ("ppo --config list.yaml", "list.yaml has no settings: write"),
-    ],
-)
-def test_a_typing_error_is_named_in_the_last_line(capsys, monkeypatch, tmp_path, arguments, named):
+MISTYPED = """\
+gpro => invalid choice: 'gpro' (choose from
+quantize model out --scheme in8 => 'in8'; did you mean 'int8'?
+quantize model out more --scheme int8 => quantize: error: unrecognized arguments: more
+quantize model out --scheme none => --scheme is 'none'
+eval model => required: --tasks
+grpo --modle m => modle, did you mean model?
+grpo --model m q.jsonl => Unknown option or setting (--help-all lists them): q.jsonl
+grpo --learning-rte=1e-6 => learning_rte, did you mean learning_rate?
+grpo --warmup_ratio .1 --no_cuda => a share of all steps); no_cuda (transformers < 5.0)
+grpo --config old.yaml => max_prompt_length (TRL < 0.28): filter long prompts out
+grpo --weight_sync steam => choose from 'auto', 'stream'
+grpo --scheme int8 => scheme (other commands of trl-qurl): `rollout_quantization`
+grpo --config gsm9k => settings file gsm9k does not exist
+ppo --config cut.yaml => in "cut.yaml", line 3
+ppo --config list.yaml => list.yaml has no settings: write"""
+
+
+@pytest.mark.parametrize("mistake", MISTYPED.splitlines())
+def test_a_typing_error_is_named_in_the_last_line(mistake, capsys, monkeypatch, tmp_path):
+    arguments, named = mistake.split(" => ")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     (tmp_path / "old.yaml").write_text("max_prompt_length: 256\nlearning_rate: 1.0e-6\n")
@@ -105,20 +105,23 @@ def test_a_typing_error_is_named_in_the_last_line(capsys, monkeypatch, tmp_path,
 
 
 def test_options_are_read_as_they_are_meant(monkeypatch):
-    calls = []
+    run = MagicMock(return_value=0)
     for module in ("lab.quantize", "cli.serve"):
-        monkeypatch.setattr(f"trl_qurl.{module}.run", lambda args: calls.append(args) or 0)
-    further = ["--max-model-len", "64", "--ignore-patterns", "*.bin", "--quantization=fp8"]
-    for words in (
-        ["quantize", "--ignore", "lm_head", "--scheme", "int8", "MODEL", "OUT"],
-        ["serve", "--ignore", "a", "--ignore", "re:.*down_proj", "MODEL"],
-        ["serve", "MODEL", *further],
-    ):
-        assert cli.main(words) == 0
-    assert [args.model for args in calls] == ["MODEL"] * 3
-    ignored = [args.ignore for args in calls]
-    assert ignored == [["lm_head"], ["a", "re:.*down_proj"], ["lm_head"]]
-    assert calls[2].extra_args == further
+        monkeypatch.setattr(f"trl_qurl.{module}.run", run)
+
+    def read(command):
+        assert cli.main(command.split()) == 0
+        [args] = run.call_args.args
+        assert args.model == "MODEL"
+        return args
+
+    assert read("quantize --ignore lm_head --scheme int8 MODEL OUT").ignore == ["lm_head"]
+    two = read("serve --ignore a --ignore re:.*down_proj MODEL")
+    assert two.ignore == ["a", "re:.*down_proj"]
+    further = "--max-model-len 64 --ignore-patterns *.bin --quantization=fp8"
+    served = read(f"serve MODEL {further}")
+    assert served.ignore == ["lm_head"]
+    assert served.extra_args == further.split()
 
 
 def test_control_c_is_one_line(tmp_path):
@@ -127,8 +130,8 @@ def test_control_c_is_one_line(tmp_path):
         "import os, signal; os.kill(os.getpid(), signal.SIGINT)\n"
     )
     (tmp_path / "config.json").write_text("{}")
-    command = ["-m", "trl_qurl", "quantize", tmp_path, tmp_path / "out", "--scheme", "int8"]
-    done = run(*command, PYTHONPATH=f"{tmp_path}:{ROOT}")
+    command = f"-m trl_qurl quantize {tmp_path} {tmp_path}/out --scheme int8"
+    done = run(*command.split(), PYTHONPATH=f"{tmp_path}:{ROOT}")
     # after the terminal's ^C
     assert (done.returncode, done.stderr) == (130, "\ntrl-qurl: interrupted\n")
 
@@ -155,7 +158,8 @@ def test_the_help_of_training_shows_essential_options(capsys, command):
     listed = re.findall(r"^  --(\w+) ", shown, re.MULTILINE)
     fields = {field.name for field in dataclasses.fields(QuantizedRolloutsConfig)} - {"use_vllm"}
     assert {*fields, "dataset", "output_dir", "vllm_mode", "config", "objective"} < {*listed}
-    assert listed[0] == "model" and len(listed) < 65
+    assert listed[0] == "model"
+    assert len(listed) < 65
     assert f"trl-qurl {command} --model " in shown, "an example"
     words = " ".join(shown.split())
     assert "default: None" not in words, "which says nothing"
@@ -170,9 +174,13 @@ def test_without_an_accelerator_training_is_put_on_the_cpu(monkeypatch, tmp_path
     for name, bf16 in (("avx2", False), ("amx_bf16", True), ("avx512_bf16", True)):
         monkeypatch.setattr("torch.cpu.get_capabilities", lambda name=name: {name: True})
         assert device.cpu_settings() == {"use_cpu": True, "bf16": bf16}
-    for argv, bf16 in (([], True), (["--bf16", "false"], False)):  # what the user says goes first
-        _, training, _ = parse("grpo", ["--output_dir", str(tmp_path), *argv])
-        assert (training.use_cpu, training.bf16) == (True, bf16)
+    command = ["--output_dir", str(tmp_path)]
+    _, training, _ = parse("grpo", command)
+    assert training.use_cpu
+    assert training.bf16
+    _, training, _ = parse("grpo", [*command, "--bf16", "false"])  # what the user says goes first
+    assert training.use_cpu
+    assert not training.bf16
     monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
     assert device.cpu_settings() == {}
 
@@ -197,7 +205,7 @@ def test_a_name_on_the_hub_costs_one_request(monkeypatch, tmp_path):
 def test_offline_a_misspelled_directory_is_named(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    assert cli.main(["quantize", "modell", str(tmp_path / "out"), "--scheme", "int8"]) == 2
+    assert cli.main(f"quantize modell {tmp_path}/out --scheme int8".split()) == 2
     assert "modell is not a local model" in capsys.readouterr().err
     (tmp_path / "models--some--model" / "snapshots").mkdir(parents=True)  # of any revision
     check_model("some/model")
@@ -207,8 +215,8 @@ def test_what_is_quantized_is_not_quantized_again(tmp_path, monkeypatch, capsys)
     save_tiny(tmp_path / "model")
     monkeypatch.setitem(sys.modules, "llmcompressor", None)  # nor is it needed
     for source, target, status in (("model", "once", 0), ("once", "twice", 2)):
-        command = ["quantize", str(tmp_path / source), str(tmp_path / target), "--scheme", "fp8"]
-        assert cli.main(command) == status
+        command = f"quantize {tmp_path}/{source} {tmp_path}/{target} --scheme fp8"
+        assert cli.main(command.split()) == status
     assert "once is quantized already" in capsys.readouterr().err
     assert not (tmp_path / "twice").exists()
 
@@ -220,9 +228,10 @@ def test_a_directory_without_a_model_is_not_taken_for_a_hub_name(tmp_path, monke
     (tmp_path / "config.json").write_text("{}")
     check_model(str(tmp_path))
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert cli.main(["quantize", "~/", str(tmp_path / "out"), "--scheme", "int8"]) == 2
+    assert cli.main(f"quantize ~/ {tmp_path}/out --scheme int8".split()) == 2
     error = capsys.readouterr().err
-    assert "~/ does not contain a model" in error and "~ is not expanded" in error
+    assert "~/ does not contain a model" in error
+    assert "~ is not expanded" in error
     (tmp_path / "config.json").rename(tmp_path / "adapter_config.json")
     with pytest.raises(FileNotFoundError, match="adapter.*merge_and_unload.*--save_quantized"):
         check_model(str(tmp_path))

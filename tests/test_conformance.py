@@ -77,27 +77,31 @@ SHARED = (
 )
 BACKEND = ["dense/olmo2", "dense/olmo3", "dense/starcoder2", "dense/vaultgemma"]
 """Families that vLLM runs by its transformers backend, beside SmolLM3."""
-FAMILIES = {
-    "experts": ("qwen3_moe", "qwen2_moe", "olmoe", "glm4_moe"),
-    "dense": ("llama", "qwen3", "glm4", "granite", "cohere2"),
-    # LLaVA-NeXT also without pictures, with an adapter, and without groups' deviations
-    "vision": (
-        "llava_next",
-        "gemma3",
-        "qwen2_vl",
-        "qwen2_5_vl",
-        "qwen3_vl",
-        "smolvlm",
-        "qwen2_5_vl/again",
-        "llava_next/text",
-        "llava_next/lora",
-        "llava_next/RLOO",
-    ),
-}
 MODELS = [
-    f"{kind}/{family}" for kind, families in FAMILIES.items() for family in families
-] + BACKEND
-FURTHER = (*MODELS, "reference", "trained_adapter", "environments", "kernels")
+    "experts/qwen3_moe",
+    "experts/qwen2_moe",
+    "experts/olmoe",
+    "experts/glm4_moe",
+    "dense/llama",
+    "dense/qwen3",
+    "dense/glm4",
+    "dense/granite",
+    "dense/cohere2",
+    "vision/llava_next",
+    "vision/gemma3",
+    "vision/qwen2_vl",
+    "vision/qwen2_5_vl",
+    "vision/qwen3_vl",
+    "vision/smolvlm",
+    "vision/qwen2_5_vl/again",
+    # LLaVA-NeXT also without pictures, with an adapter, and without groups' deviations
+    "vision/llava_next/text",
+    "vision/llava_next/lora",
+    "vision/llava_next/RLOO",
+    *BACKEND,
+]
+MODES = ("trained_adapter", "kernels")
+FURTHER = (*MODELS, *MODES, "reference", "environments")
 
 
 def in_an_engine(function):
@@ -195,7 +199,8 @@ def test_tools(shared):
     assert rollout["tools/failure_frequency"] == 0
     call, answer, again = record["said"]
     [function] = [call["function"] for call in call["tool_calls"]]
-    first, second = function["arguments"]["first"], function["arguments"]["second"]
+    first = function["arguments"]["first"]
+    second = function["arguments"]["second"]
     expected = {"add": str(first + second), "look_up": f"nothing of {first}"}[function["name"]]
     assert answer == {"role": "tool", "name": function["name"], "content": expected}
     assert again["role"] == "assistant"
@@ -219,7 +224,8 @@ def test_a_rollout_function(shared):
 def test_rloo_and_ppo(name, mismatch, shared):
     record = shared[name]
     updates, [rollout] = trained(record, mismatch=mismatch)
-    right, length = rollout["rewards/right/mean"], rollout["rewards/length/mean"]
+    right = rollout["rewards/right/mean"]
+    length = rollout["rewards/length/mean"]
     assert rollout["reward"] == pytest.approx(right + 0.5 * length, abs=1e-5)
     assert any("eval_reward" in row for row in record["history"])
     if name == "ppo":
@@ -255,12 +261,10 @@ def test_several_environments(further):
 @pytest.mark.parametrize(
     "name",
     [
-        *(pytest.param("experts/mixtral", marks=needs_vnni), "dense/phi3"),
+        pytest.param("experts/mixtral", marks=needs_vnni),
+        "dense/phi3",
         "vision/llava_next/again",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in (*MODELS, "trained_adapter", "kernels")
-        ),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in (*MODELS, *MODES)),
     ],
 )
 def test_models_and_modes(name, request):
@@ -302,26 +306,26 @@ HEAD = {
     "model": tiny_model(tie_word_embeddings=False),
     "peft_config": LoraConfig(target_modules=["lm_head"]),
 }
-PARALLEL = ParallelismConfig(cp_size=2)
-AGENTS = ("tools", "environment_factory", "rollout_func")
+REFUSED = {
+    "auto_find_batch_size is not supported": {"auto_find_batch_size": True},
+    "sequence-dim parallelism": {"parallelism_config": ParallelismConfig(cp_size=2)},
+    "sync_ref_model=True.*beta=0.0": {"sync_ref_model": True, "beta": 0.0},
+}
 
 
-@pytest.mark.parametrize(
-    ("trainer", "settings", "given", "named"),
-    [
-        (GRPOTrainer, {"auto_find_batch_size": True}, {}, "auto_find_batch_size is not supported"),
-        (GRPOTrainer, {"parallelism_config": PARALLEL}, {}, "sequence-dim parallelism"),
-        (GRPOTrainer, {"sync_ref_model": True, "beta": 0.0}, {}, "sync_ref_model=True.*beta=0.0"),
-        (GRPOTrainer, {}, {}, "nn.DataParallel"),
-        (GRPOTrainer, {}, HEAD, "`lm_head` is not supported"),
-        *((RLOOTrainer, {}, {name: []}, f"unexpected .*{name}") for name in AGENTS),
-    ],
-)
-def test_trl_refuses_it_too(trainer, settings, given, named, tmp_path, monkeypatch):
-    if "DataParallel" in named:
-        monkeypatch.setattr(GRPOConfig, "n_gpu", 2)
-    with pytest.raises((TypeError, ValueError), match=named):
-        build(trainer, tmp_path, args=settings_of(trainer, tmp_path, **settings), **given)
+def test_trl_refuses_it_too(tmp_path, monkeypatch):
+    def refuse(named, trainer=GRPOTrainer, **given):
+        with pytest.raises((TypeError, ValueError), match=named):
+            args = settings_of(trainer, tmp_path, **REFUSED.get(named, {}))
+            build(trainer, tmp_path, args=args, **given)
+
+    for named in REFUSED:
+        refuse(named)
+    refuse("`lm_head` is not supported", **HEAD)
+    for name in ("tools", "environment_factory", "rollout_func"):
+        refuse(f"unexpected .*{name}", RLOOTrainer, **{name: []})
+    monkeypatch.setattr(GRPOConfig, "n_gpu", 2)
+    refuse("nn.DataParallel")
 
 
 def test_trl_reads_these_only_without_vllm():
@@ -355,7 +359,7 @@ def test_no_critic_sees(tmp_path):
     tiny_model().save_pretrained(tmp_path / "policy")
     images = vision_processor("llava_next")
     with pytest.raises(ValueError, match="LlavaNextProcessor, but the critic .* QuRLGRPOTrainer"):
-        build(QuRLPPOTrainer, tmp_path, model=str(tmp_path / "policy"), processing_class=images)
+        build(QuRLPPOTrainer, tmp_path, model=f"{tmp_path}/policy", processing_class=images)
 
 
 def test_a_model_that_is_loaded_quantized_is_refused(tmp_path, monkeypatch):
@@ -363,7 +367,7 @@ def test_a_model_that_is_loaded_quantized_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "trl_qurl.rollout.backend.QuantizedVLLMGeneration._init_vllm", start_no_engine
     )
-    model = str(tmp_path / "model")
+    model = f"{tmp_path}/model"
     write_checkpoint(tiny_model(), tiny_tokenizer(), "int8", model)
     with pytest.raises(ValueError, match=r"/model, is quantized.*16 bits.*round_base=True"):
         build(QuRLGRPOTrainer, tmp_path, model=model)

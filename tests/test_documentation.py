@@ -13,8 +13,6 @@ import importlib
 import inspect
 import pkgutil
 import re
-from collections.abc import Callable
-from typing import Any
 from unittest.mock import DEFAULT, create_autospec
 
 import datasets
@@ -53,10 +51,10 @@ pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relativ
 # --------------------------------------------------------------------------------------------------
 
 
-def check_of(trainer: type) -> Callable[..., Any]:
+def check_of(trainer):
     """What a double of a trainer does with its arguments."""
 
-    def check(*args: Any, **kwargs: Any) -> Any:
+    def check(*args, **kwargs):
         given = inspect.signature(trainer).bind(*args, **kwargs).arguments
         assert isinstance(given["args"], trainer._config_class)
         assert callable(given["reward_funcs"])
@@ -72,14 +70,13 @@ PYTHON += map(new_side, all_blocks("diff"))
 
 
 @pytest.fixture
-def names(monkeypatch) -> dict[str, Any]:
+def names(monkeypatch):
     """The names that a block may use without defining them; trainers and data sets are doubles."""
     row = {"prompt": "1 + 1?", "question": "1 + 1?", "answer": "#### 2"}
     dataset = datasets.Dataset.from_list([row] * 2)
     for trainer in TRAINERS:
-        monkeypatch.setattr(
-            trl_qurl, trainer.__name__, create_autospec(trainer, side_effect=check_of(trainer))
-        )
+        double = create_autospec(trainer, side_effect=check_of(trainer))
+        monkeypatch.setattr(trl_qurl, trainer.__name__, double)
     monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: dataset)
     monkeypatch.chdir(ROOT)
     return {"reward": lambda completions, **kwargs: [0.0] * len(completions), "dataset": dataset}
@@ -116,7 +113,7 @@ def test_names_and_files_in_the_text_exist(page):
 def test_the_architecture_names_every_file_of_the_core():
     """Read a tree: each line has a name, indented by two spaces per level, and a description."""
     [tree] = blocks(DOCS / "architecture.md", "")
-    path: list[str] = []
+    path = []
     named = set()
     for indent, name in re.findall(r"^( *)(\S+)", tree.code, re.MULTILINE):
         path[len(indent) // 2 :] = [name]
@@ -144,7 +141,7 @@ def test_metrics_are_all_explained():
     assert set(re.findall(metric, " ".join(inline_code(DOCS / "metrics.md")))) == logged
 
 
-def is_own(it: Any, name: str, module: str) -> bool:
+def is_own(it, name, module):
     """Whether a module defines a public function or class."""
     is_code = inspect.isclass(it) or inspect.isfunction(it)
     return is_code and it.__module__ == module and not name.startswith("_")
@@ -155,16 +152,19 @@ def test_every_public_name_is_in_the_reference(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "tools")
     hook = importlib.import_module("docs_public_names")
     table = hook.table((DOCS / "reference.md").read_text().partition(hook.MARK)[2])
-    listed = {id(pkgutil.resolve_name(name)) for name in re.findall(r"^\| \[`(.+?)`", table, re.M)}
-    public = set()
+    names = re.findall(r"^\| \[`(.+?)`", table, re.MULTILINE)
+    listed = {id(pkgutil.resolve_name(name)) for name in names}
+    missing = []
     for path in SOURCES:
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-        if name in WITHOUT_ALL or "\n__all__ = " in path.read_text():
-            module = importlib.import_module(name)
-            own = [each for each, it in vars(module).items() if is_own(it, each, name)]
-            public |= {f"{name}:{each}" for each in vars(module).get("__all__", own)}
-    missing = {name for name in public if id(pkgutil.resolve_name(name)) not in listed}
-    assert missing == {"trl_qurl:__version__", "trl_qurl:quiet"}, "these are above the table"
+        if name not in WITHOUT_ALL and "\n__all__ = " not in path.read_text():
+            continue
+        module = importlib.import_module(name)
+        own = [each for each, it in vars(module).items() if is_own(it, each, name)]
+        for each in getattr(module, "__all__", own):
+            if id(getattr(module, each)) not in listed:
+                missing.append(each)
+    assert sorted(missing) == ["__version__", "quiet"], "these are above the table"
     assert dir(trl_qurl) == trl_qurl.__all__, "what a notebook completes"
 
 

@@ -54,16 +54,17 @@ def test_failures_are_recorded_and_a_second_run_repeats_only_them(script, tmp_pa
     out = tmp_path / "out"
 
     def run(tests):
+        part = gpu_hour.Part
         plan = [
-            gpu_hour.Part("steps-0.5B-512-bf16", measured(log, STEP), 5),
-            gpu_hour.Part("sync-7B-int8", measured(log, FAILED), 5),
-            gpu_hour.Part("tests", python(tests), 5),
-            gpu_hour.Part("sync-0.5B", ["-c", HANG], 0.1),
-            gpu_hour.Part("steps-7B-512-bf16", [], 5, memory_gb=10**6),
+            part("steps-0.5B-512-bf16", measured(log, STEP), 5),
+            part("sync-7B-int8", measured(log, FAILED), 5),
+            part("tests", python(tests), 5),
+            part("sync-0.5B", ["-c", HANG], 0.1),
+            part("steps-7B-512-bf16", [], 5, memory_gb=10**6),
         ]
         monkeypatch.setattr(gpu_hour.Plan, "parts", lambda plan_of: plan)
-        options = ["--rehearse", "--minutes", "2", "--archive", str(tmp_path / "all.tgz")]
-        assert gpu_hour.main(["-o", str(out), *options]) == 1
+        command = f"-o {out} --rehearse --minutes 2 --archive {tmp_path}/all.tgz"
+        assert gpu_hour.main(command.split()) == 1
         parts = json.loads((out / "results.json").read_text())["parts"]
         lines = [f"{part['status']} {name} ({part['reason']})" for name, part in parts.items()]
         return parts, "\n".join(lines)
@@ -77,8 +78,7 @@ def test_failures_are_recorded_and_a_second_run_repeats_only_them(script, tmp_pa
     assert "| 0.5B | 512 | bf16 | 2.00 |" in (out / "results.md").read_text()
     assert (out / "steps.png").exists()
     with tarfile.open(tmp_path / "all.tgz") as archive:
-        names = archive.getnames()
-    assert {"out/results.md", "out/steps-0.5B-512-bf16/record.json"} <= {*names}
+        assert {"out/results.md", "out/steps-0.5B-512-bf16/record.json"} < {*archive.getnames()}
 
 
 def test_the_pages_show_what_is_stored(script):
@@ -116,31 +116,32 @@ PAGES = """\
 | 0.5B | INT8 | 8.00 | 1.00 | 4.00 | 3.00 | 10.0 |"""
 
 
+HOST = """{"protocol": {"tokens": 256}, "cells": [
+  {"way": "bf16", "answers": 64, "text": true, "rollouts": [], "fastest_s": 0.5, "slowest_s": 2.0,
+    "rollout_s": 2.0, "host_s": 0.32768},
+  {"way": "int8", "answers": 64, "text": true, "rollouts": [], "fastest_s": 0.5, "slowest_s": 2.0,
+    "rollout_s": 1.0, "host_s": 0.2},
+  {"way": "int8", "answers": 64, "wall_ms": 5.0, "kernel_ms": 4.0}]}"""
+RELOAD = """{"kernels": {}, "trials": [
+  {"format": "int8", "name": "train-int8", "status": "ok", "text": "", "advice": "",
+    "data": {"kernels": ["Cutlass"], "runner": "V2", "distance": 0.0}}]}"""
+BENCH = """{"way": "steps in turns", "load": {"batch": 64, "completion_len": 256},
+  "steps": {"int8": [{"step": 8.0, "sync": 1.0, "rollout": 4.0, "host": 0.16384, "update": 3.0}]},
+  "failures": {"fp8": "no"}}"""
+
+
 def test_results_fill_the_pages(script, tmp_path):
     """Figures of some parts, written by their scripts, on a made-up card. 64 x 256 = 16,384 tokens
     in 1 or 2 s; of the latter, 0.32768 s are 20 us a token.
     """
     report = script("gpu_hour_report")
-    trial = {"format": "int8", "name": "train-int8", "status": "ok", "text": "", "advice": ""}
-    trial["data"] = {"kernels": ["Cutlass"], "runner": "V2", "distance": 0.0}
-    rollout = {"answers": 64, "text": True, "rollouts": [], "fastest_s": 0.5, "slowest_s": 2.0}
-    cells = [{"way": "bf16", **rollout, "rollout_s": 2.0, "host_s": 0.32768}]
-    cells += [{"way": "int8", **rollout, "rollout_s": 1.0, "host_s": 0.2}]
-    cells += [{"way": "int8", "answers": 64, "wall_ms": 5.0, "kernel_ms": 4.0}]
-    taken = {"step": 8.0, "sync": 1.0, "rollout": 4.0, "host": 0.16384, "update": 3.0}
-    bench = {"way": "steps in turns", "load": {"batch": 64, "completion_len": 256}}
-    bench |= {"steps": {"int8": [taken]}, "failures": {"fp8": "no"}}
-    files = {
-        "host-7B": {"protocol": {"tokens": 256}, "cells": cells},
-        "reload": {"kernels": {}, "trials": [trial]},
-        "steps-0.5B-512-int8": {"load": LOAD, "cells": [STEP]},
-        "bench-0.5B": bench,
-    }
+    steps = json.dumps({"load": LOAD, "cells": [STEP]})
+    files = {"host-7B": HOST, "reload": RELOAD, "steps-0.5B-512-int8": steps, "bench-0.5B": BENCH}
     parts = {}
     for name, content in files.items():
         kind = name.split("-")[0]
-        file = "bench.json" if kind == "bench" else "record.json"
-        (tmp_path / file).write_text(json.dumps(content))
+        for file in ("bench.json", "record.json"):
+            (tmp_path / file).write_text(content)
         parts[name] = {"figures": report.read_figures(kind, tmp_path)}
     record = {"hardware": "NVIDIA X", "date": "2026-11-27", "commit": "abc", "versions": {}}
     record["parts"] = parts
@@ -190,9 +191,11 @@ def test_steps_are_timed_and_profiled(script):
     profiled = host.ProfiledSteps(core, 3)
     with profiled:
         results = {core.get_output() for _ in range(host.WARM_UP + 3 + 3 + 5)}
-    assert results == {10.0} and core.taken == host.WARM_UP + 11
+    assert results == {10.0}
+    assert core.taken == host.WARM_UP + 11
     times = profiled.milliseconds()
-    assert times["wall_ms"] >= 10 and 0 < times["kernel_ms"] < times["wall_ms"] / 2
+    assert times["wall_ms"] >= 10
+    assert 0 < times["kernel_ms"] < times["wall_ms"] / 2
     assert core.profiled == 3
 
 
@@ -204,4 +207,5 @@ def test_a_rehearsal_runs_every_part(tmp_path):
     completed(*command, PYTHONPATH=str(ROOT))
     parts = json.loads((out / "results.json").read_text())["parts"]
     assert {part["status"] for part in parts.values()} == {"ok"}
-    assert (out / "steps.png").exists() and (out / "demo" / "demo.png").exists()
+    assert (out / "steps.png").exists()
+    assert (out / "demo" / "demo.png").exists()

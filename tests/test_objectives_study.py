@@ -2,7 +2,6 @@
 
 import copy
 import math
-from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
@@ -31,8 +30,9 @@ def test_the_number_of_bits_of_coarse_codes(name, bits, monkeypatch):
     scheme = get_scheme(name)
     rounded = scheme.quantize(WEIGHT)
     scale = rounded["weight_scale"]
-    assert rounded["weight"].dtype == torch.int8
-    assert len(rounded["weight"].unique()) == 2**bits
+    codes = rounded["weight"]
+    assert codes.dtype == torch.int8
+    assert len(codes.unique()) == 2**bits
     # The largest code stands for absmax less half a step, as with INT8, which is the largest error.
     absmax = WEIGHT.abs().amax(1, keepdim=True)
     torch.testing.assert_close(scale, absmax / (2 ** (bits - 1) - 0.5))
@@ -55,9 +55,8 @@ def test_no_study_of_int8_trains_where_its_sums_saturate(monkeypatch):
 def test_the_quantized_policy_is_measured_with_its_adapter_and_stays_as_it_was(merges):
     tokenizer = task.build_tokenizer()
     torch.manual_seed(0)  # for the adapter
-    policy = get_peft_model(
-        warm_start.build_model(tokenizer, seed=0), LoraConfig(**LORA, init_lora_weights=False)
-    )
+    lora = LoraConfig(**LORA, init_lora_weights=False)
+    policy = get_peft_model(warm_start.build_model(tokenizer, seed=0), lora)
     problems = task.encode_problems(task.sample_problems(32, seed=0), tokenizer)
     scheme = SCHEMES["w4a16"]  # rounds weights only
     rounded = copy.deepcopy(policy)
@@ -74,7 +73,8 @@ def test_the_quantized_policy_is_measured_with_its_adapter_and_stays_as_it_was(m
     row = BothPolicies(scheme, merges, problem_ids=problems, rollouts=1).measure(policy)
     assert row["quantized_expected_accuracy"] == pytest.approx(expected, rel=1e-5, abs=0)
     unrounded = evaluate.measure_policy(policy, problems).expected
-    assert row["expected_accuracy"] == unrounded != pytest.approx(expected, rel=1e-4, abs=0)
+    assert row["expected_accuracy"] == unrounded
+    assert unrounded != pytest.approx(expected, rel=1e-4, abs=0)
 
 
 def test_arms_are_paired_by_seed_except_those_with_other_seeds():
@@ -104,7 +104,8 @@ def test_the_tables_of_exploration_are_those_of_the_page(capsys):
     printed = capsys.readouterr().out
     rows = [line for line in printed.splitlines() if line.startswith("|")]
     page = (study.RESULTS.parents[1] / "study.md").read_text(encoding="utf-8")
-    assert len(rows) == 2 * 8 and [row for row in rows if row not in page] == []
+    assert len(rows) == 2 * 8
+    assert [row for row in rows if row not in page] == []
     assert "of 48 differences" in printed
 
 
@@ -116,46 +117,51 @@ def test_centering_takes_away_what_the_sampler_adds_on_average(objective):
     model = tiny_model()
     torch.manual_seed(0)
     ids = torch.randint(2, 90, (2, 4))
-    inputs = {"prompt_ids": ids[:, :1], "completion_ids": ids[:, 1:]}
-    inputs |= {"prompt_mask": torch.ones(2, 1), "completion_mask": torch.ones(2, 3)}
     q = torch.randn(2, 3, 100).mul(2).softmax(-1)
-    inputs |= {"likeliest_ids": torch.arange(100).expand(2, 3, 100), "likeliest_logps": q.log()}
-    trainer = SimpleNamespace(
-        model=model,
-        accelerator=SimpleNamespace(unwrap_model=lambda model: model),
-        temperature=0.7,
-        args=SimpleNamespace(objective=objective, importance_cap=2.0),
-    )
+    inputs = {
+        "prompt_ids": ids[:, :1],
+        "completion_ids": ids[:, 1:],
+        "prompt_mask": torch.ones(2, 1),
+        "completion_mask": torch.ones(2, 3),
+        "likeliest_ids": torch.arange(100).expand(2, 3, 100),
+        "likeliest_logps": q.log(),
+    }
+    trainer = MagicMock(temperature=0.7)
+    trainer.accelerator.unwrap_model.return_value = model
+    trainer.args.objective = objective
+    trainer.args.importance_cap = 2.0
     logps = (model(ids).logits[:, :-1] / 0.7).log_softmax(-1)
     weight = (logps.detach().exp() / q).clamp(max=2.0) if objective == "tis" else 1.0
     average = (q * weight * logps).sum()
     parameters = list(model.parameters())
     expected = torch.autograd.grad(average, parameters, retain_graph=True)
     found = torch.autograd.grad(centering_term(trainer, inputs).sum(), parameters)
-    largest = max(gradient.abs().max() for gradient in expected)
-    for mine, gradient in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine, gradient, rtol=1e-3, atol=1e-5 * largest.item())
+    largest = max(gradient.abs().max().item() for gradient in expected)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5 * largest)
 
 
 def test_each_token_is_sampled_by_the_weights_of_its_time():
     assert versions_of(5, 16) == [(0, 1), (3, 1), (6, 1), (9, 1), (12, 1)]
     assert versions_of(8, 2) == [(0, 4), (1, 4)]
     policy = torch.nn.Linear(1, 1, bias=False)
-    engine = {}
-
-    def answer(prompts):
-        """As many tokens as asked for, each the weight that the engine has; 12 ends an answer."""
-        ids = [[int(engine["weight"])] * generation.max_completion_length for _ in prompts]
-        return Completions(prompts, ids, [[[-1.0]] * len(row) for row in ids], None)
-
     trainer = MagicMock(model=policy)
     trainer.processing_class.eos_token_id = 12
     generation = trainer.vllm_generation
     generation.max_completion_length = 8
+    engine = []
+
+    def answer(prompts):
+        """As many tokens as asked for, each the weight that the engine has; 12 ends an answer."""
+        count = generation.max_completion_length
+        tokens = [int(engine[-1])] * count
+        return Completions(
+            prompts, [tokens] * len(prompts), [[[-1.0]] * count] * len(prompts), None
+        )
+
     generation.generate_from_sent = answer
-    generation.sync_weights = lambda: engine.update(weight=policy.weight.item())
+    generation.sync_weights = lambda: engine.append(policy.weight.item())
     update_in_flight(trainer, 2)
-    [[callback]] = [call.args for call in trainer.add_callback.call_args_list]
+    [callback] = trainer.add_callback.call_args.args
     sampled = []
     for weight in (10.0, 11.0, 12.0, 13.0, 14.0):  # a step each, before three a rollout
         policy.weight.data.fill_(weight)
@@ -167,5 +173,7 @@ def test_each_token_is_sampled_by_the_weights_of_its_time():
         [[10] * 4 + [11] * 4] * 2,
         [[12] * 4] * 2,  # ended, so nothing follows
     ]
-    assert sampled[1].logprobs == [[[-1.0]] * 8] * 2 and sampled[1].prompt_ids == [[5], [6]]
-    assert policy.weight.item() == 14.0 and generation.max_completion_length == 8
+    assert sampled[1].logprobs == [[[-1.0]] * 8] * 2
+    assert sampled[1].prompt_ids == [[5], [6]]
+    assert policy.weight.item() == 14.0
+    assert generation.max_completion_length == 8

@@ -25,7 +25,7 @@ HERE = Path(trl_qurl.__file__).parent / "lab" / "recipes"
 RECIPES = sorted((HERE / "paper").glob("*.yaml"))
 VARIANTS = sorted((HERE / "paper" / "variants").glob("*.yaml"))
 OWN = sorted((HERE / "own").glob("*.yaml"))
-ON_CPU = ["--use_cpu", "--bf16", "false"]
+ON_CPU = "--use_cpu --bf16 false"
 
 PAPER = """\
 dapo: Qwen/Qwen2.5-Math-7B becomes qurl-dapo
@@ -79,9 +79,9 @@ def command_of(recipe):
     return "ppo" if recipe.stem.endswith("ppo") else "grpo"
 
 
-def parsed(command, *argv):
+def parsed(command, argv):
     """Script, trainer and model arguments of `trl-qurl COMMAND` on a CPU."""
-    return parse(command, [*ON_CPU, *map(str, argv)])
+    return parse(command, f"{ON_CPU} {argv}".split())
 
 
 def write(path, **settings):
@@ -93,21 +93,21 @@ def test_recipes_and_variants_are_found_by_name_from_anywhere(tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tis").mkdir()  # a directory of that name is not a settings file
     mine = write(tmp_path / "mine.yaml", seed=7, objective="naive", model="my/model", lora_r=8)
-    files = ["--config", "gsm8k_ppo", mine, "tis"]
-    _, config, model = parsed("ppo", *files, "--lora_r", "4")
+    files = f"--config gsm8k_ppo {mine} tis"
+    _, config, model = parsed("ppo", f"{files} --lora_r 4")
     assert model.model_name_or_path == "my/model"
     assert (config.max_steps, config.seed, model.lora_r) == (1740, 7, 4)
-    assert parsed("ppo", *files, "--model", "other")[2].model_name_or_path == "other"
+    assert parsed("ppo", f"{files} --model other")[2].model_name_or_path == "other"
     assert config.objective == "tis", "later files override earlier ones"
     assert [*recipes()] == [path.stem for path in (*RECIPES, *VARIANTS, *OWN)]
     write(tmp_path / "dapo", seed=8)
-    assert parsed("grpo", "--config", "dapo")[1].seed == 8, "a local file comes first"
+    assert parsed("grpo", "--config dapo")[1].seed == 8, "a local file comes first"
 
 
 def test_recipes_have_the_settings_of_the_paper():
     said = []
     for recipe in RECIPES:
-        script, config, model = parsed(command_of(recipe), "--config", recipe)
+        script, config, model = parsed(command_of(recipe), f"--config {recipe}")
         made = config.per_device_train_batch_size * config.steps_per_generation
         updates = config.updates_per_rollout
         said += [
@@ -122,10 +122,12 @@ def test_recipes_have_the_settings_of_the_paper():
 
 
 def test_dapo_is_dapo():
-    script, config, _ = parsed("grpo", "--config", "dapo")
+    script, config, _ = parsed("grpo", "--config dapo")
     clips = (config.epsilon, config.epsilon_high, config.mask_truncated_completions)
-    assert clips == (0.2, 0.28, True) and config.loss_type == "dapo"
-    assert config.dynamic_sampling and config.dynamic_sampling_reward == "accuracy_reward"
+    assert clips == (0.2, 0.28, True)
+    assert config.loss_type == "dapo"
+    assert config.dynamic_sampling
+    assert config.dynamic_sampling_reward == "accuracy_reward"
     punish = punishment(script.soft_overlong_cache, config.max_completion_length)
     # DAPO, Eq. 13, with 3072 tokens and 614 of them before the limit: -(2765 - 2458) / 614 = -0.5.
     rewards = punish(completion_ids=[[0] * 2458, [0] * 2765, [0] * 3072])
@@ -138,7 +140,7 @@ def test_dapo_is_dapo():
 def test_variants_of_a_recipe():
     said = []
     for variant in VARIANTS:
-        _, config, _ = parsed("grpo", "--config", "dapo", variant)
+        _, config, _ = parsed("grpo", f"--config dapo {variant}")
         assert config.max_completion_length == 3072, "the recipe's"
         said.append(
             f"{variant.stem}: {config.rollout_quantization}, {config.objective}, s = {config.uaq_scale}"
@@ -154,12 +156,12 @@ def model(tmp_path_factory):
     return save_tiny(tmp_path_factory.mktemp("model"), template, **sizes)
 
 
-def run_of(command, name, model, directory, *further):
+def run_of(command, name, model, directory, further=""):
     """The arguments with which the scenario runs two steps of a tiny model on real questions."""
     train, test = (SHARED / "data" / f"{data}.jsonl.gz" for data in DATA.get(name, DEEPSCALER))
     engine = json.dumps(ENGINE, separators=(",", ":"))
-    settings = f"""
-        --model_name_or_path {model} --max_steps 2 --dataset {train} --dataset_limit 12
+    argv = f"""
+        {ON_CPU} {further} --model_name_or_path {model} --max_steps 2 --dataset {train} --dataset_limit 12
         --question_column question --answer_column answer
         --eval_tasks held_out={test} --eval_tasks_limit 3 --eval_tasks_steps 2
         --output_dir {directory / name} --logging_steps 1 --save_strategy no
@@ -168,22 +170,21 @@ def run_of(command, name, model, directory, *further):
         --report_to none --vllm_max_model_length 4096 --vllm_engine_kwargs {engine}
         --sync_check_interval 0
     """
-    argv = [*ON_CPU, *map(str, further), *settings.split()]
     if name == "dapo":
-        argv += ["--soft_overlong_cache", "3"]
+        argv += "--soft_overlong_cache 3"
     if name in ("deepscaler_16k", "lora_w4", "rloo"):
-        argv += ["--save_quantized", "True"]
-    return [command, name, json.dumps(argv)]
+        argv += "--save_quantized True"
+    return [command, name, json.dumps(argv.split())]
 
 
 @pytest.fixture(scope="module")
 def two_steps(run_scenario, model, tmp_path_factory):
     """Every recipe of the paper for two steps, each with another variant; what was logged."""
     directory = tmp_path_factory.mktemp("runs")
-    runs = [
-        run_of(command_of(recipe), recipe.stem, model, directory, "--config", recipe, variant)
-        for recipe, variant in zip(RECIPES, itertools.cycle(VARIANTS))
-    ]
+    runs = []
+    for recipe, variant in zip(RECIPES, itertools.cycle(VARIANTS)):
+        config = f"--config {recipe} {variant}"
+        runs.append(run_of(command_of(recipe), recipe.stem, model, directory, config))
     # RLOO has no recipe of the paper's, and runs with its command's defaults.
     runs.append(run_of("rloo", "rloo", model, directory))
     return directory, run_scenario("recipes.py", *itertools.chain(*runs))
@@ -191,7 +192,8 @@ def two_steps(run_scenario, model, tmp_path_factory):
 
 def assert_two_updates(record):
     updates = [row for row in record["history"] if "loss" in row]
-    assert len(updates) == 2 and all(row["loss"] == row["loss"] for row in updates)
+    assert len(updates) == 2
+    assert all(row["loss"] == row["loss"] for row in updates)
 
 
 @pytest.mark.vllm
@@ -200,7 +202,7 @@ def assert_two_updates(record):
     not (SHARED / "data").exists(), reason="the data sets are not beside this checkout"
 )
 def test_an_adapter_on_a_base_in_four_bits_trains(run_scenario, model, tmp_path):
-    run = run_of("grpo", "lora_w4", model, tmp_path, "--config", "lora_w4")
+    run = run_of("grpo", "lora_w4", model, tmp_path, "--config lora_w4")
     assert_two_updates(run_scenario("recipes.py", *run)["lora_w4"])
     assert (tmp_path / "lora_w4" / "adapter_model.safetensors").exists()
     assert (tmp_path / "lora_w4-w4a16" / "adapter" / "adapter_model.safetensors").exists()
@@ -218,7 +220,8 @@ def test_two_steps_on_the_real_questions(name, two_steps):
     assert record["step"] == 2
     assert_two_updates(record)
     [rollout] = [row for row in record["history"] if "reward" in row]
-    assert rollout["num_tokens"] > 100 and "rewards/accuracy_reward/mean" in rollout
+    assert rollout["num_tokens"] > 100
+    assert "rewards/accuracy_reward/mean" in rollout
     metric = "eval_held_out/actor_avg@1"
     evaluations = [row["step"] for row in record["history"] if metric in row]
     assert evaluations == [0, 2], "a benchmark before the first step and after the second"
@@ -226,7 +229,8 @@ def test_two_steps_on_the_real_questions(name, two_steps):
     quantized = directory / f"{name}-int8"
     assert quantized.exists() == (name in ("deepscaler_16k", "rloo"))
     run = read_run(directory / name)
-    assert len(run.series(metric)) == 2 and run.series("reward")
+    assert len(run.series(metric)) == 2
+    assert run.series("reward")
     if name == "dapo":
         assert "rewards/soft_overlong_punishment_reward/mean" in rollout
         # An untrained model gets the same reward for every answer: the rounds end, and training
@@ -257,7 +261,8 @@ def test_reward_functions_by_name_and_by_path(my_rewards):
     names = f"{my_rewards}.level_reward {named} trl.rewards.accuracy_reward"
     mine, ours, think, overlong, theirs = load_rewards(names.split())
     assert mine([], level=[2]) == [2]
-    assert ours is grading.accuracy_reward and theirs is not ours
+    assert ours is grading.accuracy_reward
+    assert theirs is not ours
     assert think.__name__ == "think_format_reward"
     assert overlong(completion_ids=[[0] * 1024, [0] * 1280]) == [0.0, -1.0], "as with TRL's command"
     Path("unfinished_rewards.py").write_text("def length(:")
@@ -272,14 +277,14 @@ def trained(model, tmp_path, monkeypatch):
     """Run a command, whose trainer does not train; how the trainer was built."""
     monkeypatch.setattr(questions, "learn", lambda *arguments: None)
 
-    def trained(command, rows, *argv, parameters=0):
+    def trained(command, rows, argv, parameters=0):
         built = MagicMock()
         counted = [SimpleNamespace(numel=lambda: parameters)]
         built.return_value.model.parameters.return_value = counted
         monkeypatch.setattr(trl_qurl, f"QuRL{command.upper()}Trainer", built)
         (tmp_path / "q.jsonl").write_text(rows)
-        given = ["--model", model, "--dataset", tmp_path / "q.jsonl", "--output_dir", tmp_path]
-        questions.train(command, *parsed(command, *given, *argv))
+        given = f"--model {model} --dataset {tmp_path}/q.jsonl --output_dir {tmp_path} {argv}"
+        questions.train(command, *parsed(command, given))
         return built.call_args.kwargs
 
     return trained
@@ -290,7 +295,7 @@ def trained(model, tmp_path, monkeypatch):
 def test_reward_functions_reach_the_trainer(command, is_graded, my_rewards, trained, caplog):
     names = ["level_reward", *["accuracy_reward"] * is_graded]
     row = '{"question": "1 + 1?", "level": 2, "answer": "2"}\n'
-    given = trained(command, row, "--reward_funcs", f"{my_rewards}.level_reward", *names[1:])
+    given = trained(command, row, f"--reward_funcs {my_rewards}.{' '.join(names)}")
     assert [function.__name__ for function in given["reward_funcs"]] == names
     [row] = given["train_dataset"]
     assert (row["level"], row["answer"]) == (2, "2")
@@ -300,17 +305,17 @@ def test_reward_functions_reach_the_trainer(command, is_graded, my_rewards, trai
     assert ("value_model" in given) == (command == "ppo")
 
 
-def refused(command, *argv):
+def refused(argv):
     """The error of a command that may not start an engine."""
     with pytest.raises((ValueError, FileNotFoundError)) as caught:
-        questions.train(command, *parsed(command, "--model", "/no/engine/may/start", *argv))
+        questions.train("grpo", *parsed("grpo", f"--model /no/engine/may/start {argv}"))
     return str(caught.value)
 
 
 def test_saving_in_8_bits_needs_a_format(tmp_path):
-    argv = ["--output_dir", tmp_path, "--save_quantized", "--rollout_quantization", "none"]
-    error = refused("grpo", *argv)
-    assert "save_quantized" in error and "rollout_quantization is None" in error
+    error = refused(f"--output_dir {tmp_path} --save_quantized --rollout_quantization none")
+    assert "save_quantized" in error
+    assert "rollout_quantization is None" in error
 
 
 @pytest.fixture
@@ -326,15 +331,9 @@ def checkpoints(tmp_path):
 def test_a_wrong_checkpoint_is_refused_before_a_model_is_looked_for(checkpoints, tmp_path_factory):
     empty = tmp_path_factory.mktemp("empty")
     for directory, wrong in ((checkpoints, checkpoints / "checkpoint-100"), (empty, "true")):
-        argv = ["--output_dir", directory, "--resume_from_checkpoint", wrong]
-        error = refused("grpo", *argv)
-        assert "resume_from_checkpoint" in error and str(directory) in error
-
-
-def test_the_latest_complete_checkpoint_is_what_true_means(checkpoints):
-    first, latest = (checkpoints / f"checkpoint-{step}" for step in (8, 16))
-    for requested, checkpoint in {"true": latest, str(first): first, "false": None}.items():
-        assert questions.checkpoint_to_resume(requested, str(checkpoints)) == checkpoint
+        error = refused(f"--output_dir {directory} --resume_from_checkpoint {wrong}")
+        assert "resume_from_checkpoint" in error
+        assert str(directory) in error
 
 
 def test_control_c_names_the_latest_checkpoint(checkpoints, tmp_path_factory):
@@ -363,42 +362,42 @@ def test_a_fault_in_a_reward_function_has_a_place():
 @pytest.mark.parametrize(("steps", "is_long"), [(20, False), (2000, True), (-1, True)])
 def test_a_long_run_on_a_cpu_is_announced(steps, is_long, trained, caplog):
     rows = 2000 * '{"question": "1 + 1?", "answer": "2"}\n'
-    trained("grpo", rows, "--max_steps", steps, parameters=135_000_000)
+    trained("grpo", rows, f"--max_steps {steps}", parameters=135_000_000)
     assert ("would take about" in caplog.text) == is_long
     logging.getLogger("trl").warning("[RANK 0] a line of one process")
-    assert "a line of one process" in caplog.text and "RANK" not in caplog.text
+    assert "a line of one process" in caplog.text
+    assert "RANK" not in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("argv", "tasks"),
-    [
-        ("", "gsm8k"),
-        ("--dataset openai/gsm8k", "gsm8k"),
-        ("--dataset=mine.jsonl", ""),
-        ("--dataset mine.jsonl --eval-tasks held_out.jsonl", "held_out.jsonl"),
-        ("--config mine.yaml", ""),
-    ],
-)
-def test_another_dataset_drops_the_tasks_of_a_recipe(argv, tasks, tmp_path, monkeypatch):
+DATASETS = """\
+=> openai/gsm8k: gsm8k
+--dataset openai/gsm8k => openai/gsm8k: gsm8k
+--dataset=mine.jsonl => mine.jsonl:
+--dataset mine.jsonl --eval-tasks held_out.jsonl => mine.jsonl: held_out.jsonl
+--config mine.yaml => mine.jsonl:"""
+
+
+@pytest.mark.parametrize("case", DATASETS.splitlines())
+def test_another_dataset_drops_the_tasks_of_a_recipe(case, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "mine.yaml", dataset="mine.jsonl")
-    script, _, _ = parsed("grpo", "--config", "lora_w4", *argv.split())
-    assert " ".join(script.eval_tasks) == tasks
-    assert (script.dataset == "openai/gsm8k") == (tasks == "gsm8k")
+    argv, expected = case.split("=> ")
+    script, _, _ = parsed("grpo", f"--config lora_w4 {argv}")
+    assert [f"{script.dataset}:", *script.eval_tasks] == expected.split()
 
 
-@pytest.mark.parametrize(
-    ("text", "named"),
-    [
-        ("rollout_quantization: off", "rollout_quantization is False: write 'none'"),
-        ("objective: off", "objective is False, but must be one of 'acr', 'tis'"),
-        ("quantization_ignore:", r"quantization_ignore is None, .*, or \[\] for none"),
-        ("quantization_ignore: [1]", "quantization_ignore has the pattern 1"),
-        ("1: 2", "Unknown .*setting .*: 1"),
-    ],
-)
-def test_values_that_yaml_converts_are_refused(text, named, tmp_path):
+CONVERTED = r"""
+rollout_quantization: off => rollout_quantization is False: write 'none'
+objective: off => objective is False, but must be one of 'acr', 'tis'
+quantization_ignore: => quantization_ignore is None, .*, or \[\] for none
+quantization_ignore: [1] => quantization_ignore has the pattern 1
+1: 2 => Unknown .*setting .*: 1"""
+
+
+@pytest.mark.parametrize("case", CONVERTED.split("\n")[1:])
+def test_values_that_yaml_converts_are_refused(case, tmp_path):
+    text, named = case.split(" => ")
     path = tmp_path / "mine.yaml"
     path.write_text(f"{text}\n")
     with pytest.raises(ValueError, match=named):
-        parsed("grpo", "--config", path)
+        parsed("grpo", f"--config {path}")

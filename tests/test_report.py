@@ -39,16 +39,18 @@ def points(rollouts, values):
 def described(figure):
     """Titles and scales of a figure's panels, style and points of their lines, and legends."""
     lines = []
+    legends = [*figure.legends]
     for axes in figure.axes:
-        titles = (axes.get_title("left"), axes.get_ylabel(), axes.get_xlabel(), axes.get_yscale())
-        lines.append(", ".join(titles))
+        title = f"{axes.get_title('left')}, {axes.get_ylabel()}"
+        lines.append(f"{title}, {axes.get_xlabel()}, {axes.get_yscale()}")
         for line in axes.lines:
-            points = zip(line.get_xdata(), line.get_ydata(), strict=True)
-            shown = " ".join(f"{x:g}:{y:g}" for x, y in points)
-            lines.append(f"{line.get_color()} {line.get_linestyle()}{line.get_marker()} {shown}")
-    for legend in [*figure.legends, *(axes.get_legend() for axes in figure.axes)]:
-        if legend:
-            lines.append(" ".join(["legend:", *(text.get_text() for text in legend.texts)]))
+            style = f"{line.get_color()} {line.get_linestyle()}{line.get_marker()}"
+            points = [f"{x:g}:{y:g}" for x, y in line.get_xydata()]
+            lines.append(" ".join([style, *points]))
+        if axes.get_legend():
+            legends.append(axes.get_legend())
+    for legend in legends:
+        lines.append(" ".join(["legend:", *(text.get_text() for text in legend.texts)]))
     return "\n".join(lines)
 
 
@@ -88,11 +90,17 @@ def test_two_runs_side_by_side(tmp_path, figures, capsys, monkeypatch):
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "120")
-    last = {"step": 88, "reward": 0.6, "mismatch/ratio_max": 2.0, "mismatch/kl_k3": 4.5e-5}
-    last |= {"step_time": 2.0, "time/generate_s": 3.0, "time/sync_s": 0.5}
-    one = write_run(
-        tmp_path / "some/a/run", {"step": 5, "reward": 0.1}, last, updates_per_rollout=4
-    )
+    first = {"step": 5, "reward": 0.1}
+    last = {
+        "step": 88,
+        "reward": 0.6,
+        "mismatch/ratio_max": 2.0,
+        "mismatch/kl_k3": 4.5e-5,
+        "step_time": 2.0,
+        "time/generate_s": 3.0,
+        "time/sync_s": 0.5,
+    }
+    one = write_run(tmp_path / "some/a/run", first, last, updates_per_rollout=4)
     rewards = [0, 0.4, None, 0.8, "text", 0.6]
     rows = [{"step": step, "reward": reward} for step, reward in enumerate(rewards, 1)]
     rows[-1] |= {"eval_sums/actor_avg@1": 0.25, "eval_sums/actor_tokens": 9.0}
@@ -168,14 +176,15 @@ def test_panels_of_a_study(tmp_path, figures):
 def test_bad_input_is_an_error(tmp_path, capsys, monkeypatch):
     run = write_run(tmp_path / "run", {"step": 4, "reward": 0.5})
     empty = write_run(tmp_path / "empty")
-    for arguments, named in (
-        ([str(tmp_path / "absent")], "absent does not exist"),
-        ([run], "run is there twice"),
-        ([empty], "empty/run.jsonl has no rows"),
-        (["-o", f"{run}/run.jsonl"], "jsonl"),
-        (["-o", f"{run}/run.jsonl/runs.png"], "run.jsonl"),
-    ):
-        assert main(["report", run, *arguments]) == 2
+    mistakes = {
+        f"{tmp_path}/absent": "absent does not exist",
+        run: "run is there twice",
+        empty: "empty/run.jsonl has no rows",
+        f"-o {run}/run.jsonl": "jsonl",
+        f"-o {run}/run.jsonl/runs.png": "run.jsonl",
+    }
+    for arguments, named in mistakes.items():
+        assert main(["report", run, *arguments.split()]) == 2
         assert named in capsys.readouterr().err
     monkeypatch.setattr("trl_qurl.lab.packages.find_spec", lambda name: name != "rich" or None)
     assert main(["report", run]) == 2
@@ -185,7 +194,7 @@ def test_bad_input_is_an_error(tmp_path, capsys, monkeypatch):
 def test_a_report_does_not_import_torch(tmp_path):
     run = write_run(tmp_path / "alone", {"step": 4, "reward": 0.5})
     code = "import sys; from trl_qurl.cli import main\n"
-    code += f"assert main(['report', {run!r}, '-o', {str(tmp_path / 'runs.svg')!r}]) == 0\n"
+    code += f"assert main('report {run} -o {tmp_path}/runs.svg'.split()) == 0\n"
     code += "assert not {'torch', 'transformers', 'trl', 'vllm'} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert "\n alone " in done.stdout

@@ -34,18 +34,33 @@ build-backend = "backend"
 backend-path = ["."]
 """
 
+PIP_SETTINGS = """
+[global]
+no-index = true
+index-url = http://127.0.0.1:1/
+find-links = /nowhere
+"""
+# torch's build for CPUs has no dependency that the one for CUDA has; vLLM and llm-compressor
+# contradict each other like engine and quantizer
+PACKAGES = """\
+torch 2 cuda_runtime
+torch 2+cpu tensors
+cuda_runtime 1
+tensors 1
+engine 1 quantizer==1
+quantizer 2
+quantizer 3"""
 
-def make_wheel(folder: Path, name: str, version: str, *requires: str, program: Path | None = None):
+
+def make_wheel(folder, name, version, *requires, program=None):
     """A package of one module, with a program if one is given."""
     info = f"{name}-{version}.dist-info"
-    metadata = [
-        f"Name: {name}",
-        f"Version: {version}",
-        *(f"Requires-Dist: {it}" for it in requires),
-    ]
+    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    for requirement in requires:
+        metadata += f"Requires-Dist: {requirement}\n"
     files = {
         f"{name}.py": f"version = {version!r}\n".encode(),
-        f"{info}/METADATA": "\n".join(["Metadata-Version: 2.1", *metadata, ""]).encode(),
+        f"{info}/METADATA": metadata.encode(),
         f"{info}/WHEEL": b"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
     if program:
@@ -62,7 +77,7 @@ def make_wheel(folder: Path, name: str, version: str, *requires: str, program: P
 class Clone:
     """A folder with the script, a lock file and pip's settings."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder = folder
         self.wheels = folder / "wheels"
         for name in ("tools", "requirements", "wheels"):
@@ -72,22 +87,22 @@ class Clone:
         (folder / "pyproject.toml").write_text(PROJECT)
         (folder / "backend.py").write_text(BACKEND)
         # A file for some of pip's settings, a variable for what it is to overrule there.
-        settings = ("no-index = true", "index-url = http://127.0.0.1:1/", "find-links = /nowhere")
-        (folder / "pip.conf").write_text("\n".join(["[global]", *settings, ""]))
-        others = {
+        (folder / "pip.conf").write_text(PIP_SETTINGS)
+        self.environment = {
             name: value for name, value in os.environ.items() if name[:3] not in ("PIP", "UV_")
         }
-        ours = {"UV_CACHE_DIR": str(folder / "cache"), "PYTHONDONTWRITEBYTECODE": "1"}
+        self.environment["UV_CACHE_DIR"] = f"{folder}/cache"
+        self.environment["PYTHONDONTWRITEBYTECODE"] = "1"
         self.settings = {
-            "PIP_CONFIG_FILE": str(folder / "pip.conf"),
+            "PIP_CONFIG_FILE": f"{folder}/pip.conf",
             "PIP_FIND_LINKS": str(self.wheels),
         }
-        self.environment = others | ours | self.settings
+        self.environment |= self.settings
 
-    def lock(self, *lines: str) -> None:
+    def lock(self, *lines):
         (self.folder / "requirements/cpu.lock").write_text("\n".join(lines) + "\n")
 
-    def set_up(self) -> str:
+    def set_up(self):
         command = [sys.executable, "tools/setup_env.py", "--profile", "cpu"]
         done = subprocess.run(
             command, cwd=self.folder, env=self.environment, capture_output=True, text=True
@@ -95,38 +110,31 @@ class Clone:
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    def interrupt(self) -> None:
+    def interrupt(self):
         """Make it look as if the last call had not come to its end."""
         state = self.folder / ".venv" / "trl-qurl-setup.json"
         state.write_text(json.dumps(json.loads(state.read_text()) | {"complete": False}))
 
-    def packages(self) -> Path:
+    def packages(self):
         [folder] = self.folder.glob(".venv/lib/python*/site-packages")
         return folder
 
-    def installed(self) -> dict[str, tuple[str, str]]:
-        """Of each package that a test made, its version and who installed it."""
-        found = {}
+    def installed(self):
+        """The packages that a test made, each with its version and who installed it."""
+        lines = []
         for info in self.packages().glob("*.dist-info"):
-            name, _, version = info.name.removesuffix(".dist-info").partition("-")
-            if name not in ("pip", "setuptools"):
-                found[name] = (version, (info / "INSTALLER").read_text().strip())
-        return found
+            package = info.name.removesuffix(".dist-info").replace("-", " ")
+            if not package.startswith(("pip", "setuptools")):
+                lines.append(f"{package} {(info / 'INSTALLER').read_text().strip()}")
+        return "\n".join(sorted(lines))
 
 
 @pytest.fixture(scope="module")
-def uv_fails(tmp_path_factory) -> Clone:
+def uv_fails(tmp_path_factory):
     """A clone after a set-up with a uv that fails."""
     made = Clone(tmp_path_factory.mktemp("clone"))
-    # torch's build for CPUs has no dependency that the one for CUDA has
-    make_wheel(made.wheels, "torch", "2", "cuda_runtime")
-    make_wheel(made.wheels, "torch", "2+cpu", "tensors")
-    make_wheel(made.wheels, "cuda_runtime", "1")
-    make_wheel(made.wheels, "tensors", "1")
-    # vLLM and llm-compressor contradict each other like these
-    make_wheel(made.wheels, "engine", "1", "quantizer==1")
-    make_wheel(made.wheels, "quantizer", "2")
-    make_wheel(made.wheels, "quantizer", "3")
+    for line in PACKAGES.splitlines():
+        make_wheel(made.wheels, *line.split())
     broken = made.folder / "uv"
     broken.write_text("#!/bin/sh\necho backend: $UV_TORCH_BACKEND\nexit 2\n")
     make_wheel(made.wheels, "uv", "1", program=broken)
@@ -144,11 +152,18 @@ def uv_fails(tmp_path_factory) -> Clone:
     return made
 
 
+BY_PIP = """\
+engine 1 pip
+ours 1 pip
+quantizer 2 pip
+tensors 1 pip
+torch 2+cpu pip
+uv 1 pip"""
+
+
 def test_pip_takes_the_place_of_a_uv_that_fails(uv_fails):
     assert uv_fails.said.count("uv failed, so pip takes its place") == 3
-    versions = {"torch": "2+cpu", "tensors": "1", "engine": "1", "quantizer": "2", "ours": "1"}
-    pip = {name: (version, "pip") for name, version in versions.items()}
-    assert uv_fails.pip == pip | {"uv": ("1", "pip")}
+    assert uv_fails.pip == BY_PIP
 
 
 def test_uv_is_sent_to_pytorchs_cpu_builds_unless_the_user_names_a_source(uv_fails):
@@ -158,7 +173,7 @@ def test_uv_is_sent_to_pytorchs_cpu_builds_unless_the_user_names_a_source(uv_fai
 
 
 @pytest.fixture(scope="module")
-def clone(uv_fails) -> Clone:
+def clone(uv_fails):
     """The same clone after an update of the lock file to a uv that works, and to another package."""
     uv_fails.lock("torch==2", "engine==1", "quantizer==3", "uv==2")
     uv_fails.said_later = uv_fails.set_up()
@@ -166,12 +181,18 @@ def clone(uv_fails) -> Clone:
     return uv_fails
 
 
+UPDATED = """\
+engine 1 pip
+ours 1 uv
+quantizer 3 uv
+tensors 1 pip
+torch 2+cpu pip
+uv 2 pip"""
+
+
 def test_uv_installs_what_the_lock_file_changed_and_leaves_torch_alone(clone):
     assert "uv failed" not in clone.said_later
-    versions = {"torch": "2+cpu", "tensors": "1", "engine": "1"}
-    pip = {name: (version, "pip") for name, version in versions.items()}
-    ours = {"quantizer": ("3", "uv"), "ours": ("1", "uv"), "uv": ("2", "pip")}
-    assert clone.uv == pip | ours
+    assert clone.uv == UPDATED
     # what Python may not write later
     assert list(clone.packages().glob("__pycache__/quantizer.*.pyc"))
     assert clone.set_up() == ".venv is up to date (cpu profile)\n"
@@ -187,8 +208,8 @@ def test_the_next_call_completes_what_was_interrupted(clone):
         (packages / name).write_text("ver")
     (packages / "engine-1.dist-info" / "INSTALLER").unlink()
     said = clone.set_up()
-    assert "installing again: engine-1" in said and "installing again: quantizer-3" in said
+    assert "installing again: engine-1" in said
+    assert "installing again: quantizer-3" in said
     assert (packages / "quantizer.py").read_text() == "version = '3'\n"
     assert (packages / "torch.py").read_text() == "version = '2+cpu'\n"
-    uv = {name: clone.installed()[name] for name in ("torch", "engine", "quantizer")}
-    assert uv == {"torch": ("2+cpu", "uv"), "engine": ("1", "uv"), "quantizer": ("3", "uv")}
+    assert {"torch 2+cpu uv", "engine 1 uv", "quantizer 3 uv"} <= {*clone.installed().split("\n")}

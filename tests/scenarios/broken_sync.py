@@ -5,10 +5,8 @@ or its rollout raised.
 """
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -26,29 +24,27 @@ GROUP = 4  # completions per prompt
 SCALE = "model.layers.1.mlp.gate_proj.weight_scale"
 UP = "base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"
 
-Fault = Callable[[Any], AbstractContextManager]
-"""Takes the trainer's generation backend, and returns a context in which the fault is there."""
-
 
 # Changes of the tensors
 # ----------------------------------------------------------------------------------------------
 
 
-def without(part: str) -> Callable[[Any], Any]:
+def without(part):
     return lambda tensors: ((name, tensor) for name, tensor in tensors if part not in name)
 
 
-def doubled(part: str) -> Callable[[Any], Any]:
+def doubled(part):
     return lambda tensors: (
         (name, 2 * tensor if part in name else tensor) for name, tensor in tensors
     )
 
 
-# Places for a fault
+# Places for a fault. Each takes the trainer's generation backend, and returns a context in which
+# the fault is there.
 # --------------------------------------------------------------------------------------------------
 
 
-def on_the_way(change: Callable[[Any], Any]) -> Fault:
+def on_the_way(change):
     """Between the trainer and the worker, after the trainer's digests were computed."""
 
     def context(generation):
@@ -61,7 +57,7 @@ def on_the_way(change: Callable[[Any], Any]) -> Fault:
     return context
 
 
-def before_sending(change: Callable[[Any], Any]) -> Fault:
+def before_sending(change):
     """Before the digests are computed: both sides agree on wrong tensors."""
 
     def context(generation):
@@ -72,7 +68,7 @@ def before_sending(change: Callable[[Any], Any]) -> Fault:
 
 
 @contextmanager
-def diverged(generation) -> Iterator[None]:
+def diverged(generation):
     """A weight of the policy that is not a number, for one sync."""
     weight = generation.model.get_parameter("model.layers.1.mlp.up_proj.weight")
     before = weight.detach().clone()
@@ -104,7 +100,7 @@ def keep_the_prefix_cache(generation):
     return patch.object(generation.llm, "reset_prefix_cache", lambda *args, **kwargs: True)
 
 
-def change_the_file(path: Path) -> None:
+def change_the_file(path):
     tensors = load_file(path / "adapter_model.safetensors")
     save_file({**tensors, UP: 2 * tensors[UP]}, path / "adapter_model.safetensors")
 
@@ -134,7 +130,7 @@ def change_the_file_after_loading(generation):
     return patch.object(engine, "add_lora", add_lora)
 
 
-FAULTS: dict[str, Fault] = {
+FAULTS = {
     "none": lambda generation: nullcontext(),
     "tensor skipped": on_the_way(without(SCALE)),
     "scale doubled before sending": before_sending(doubled(SCALE)),
@@ -144,7 +140,7 @@ FAULTS: dict[str, Fault] = {
     "NaN in a quantized layer": diverged,
     "layer skipped": on_the_way(without("layers.1.mlp.down_proj")),
 }
-ADAPTER_FAULTS: dict[str, Fault] = {
+ADAPTER_FAULTS = {
     "adapter": lambda generation: nullcontext(),
     "adapter's file changed before loading": change_the_file_before_loading,
     "adapter's file changed after loading": change_the_file_after_loading,
@@ -152,18 +148,17 @@ ADAPTER_FAULTS: dict[str, Fault] = {
 """With an adapter that is sent alone, with different ranks and scalings per layer."""
 
 
-OWN_FAULTS: dict[str, Fault] = {
+OWN_FAULTS = {
     "own rollouts": lambda generation: nullcontext(),
     "scale doubled before sending, own rollouts": before_sending(doubled(SCALE)),
 }
 """With a `rollout_func` whose completions are not what the engine has sampled at their place."""
 
 
-def two_turns(prompts: list[str], trainer: QuRLGRPOTrainer) -> dict[str, list]:
+def two_turns(prompts, trainer):
     """The prompts of two turns, then the completions of two, as TRL's example for games has it."""
-    result: dict[str, list] = {
-        name: [[] for _ in prompts] for name in ("prompt_ids", "completion_ids", "logprobs")
-    }
+    names = ("prompt_ids", "completion_ids", "logprobs")
+    result = {name: [[] for _ in prompts] for name in names}
     for texts in (prompts, [f"guess {number % 3}" for number in range(len(prompts))]):
         prompt_ids = [trainer.processing_class(text)["input_ids"] for text in texts]
         _, completion_ids, logprobs, *_ = trainer.vllm_generation.generate(
@@ -176,13 +171,13 @@ def two_turns(prompts: list[str], trainer: QuRLGRPOTrainer) -> dict[str, list]:
     return result
 
 
-def long_texts(count: int) -> Dataset:
+def long_texts(count):
     """Prompts that fill a block of the key-value cache, which a kept cache would answer from."""
     words = [("say " + "abcdefghij"[i % 10] * 3 + " and then ") * 5 for i in range(count)]
     return Dataset.from_dict({"prompt": [f"{text}{i}" for i, text in enumerate(words)]})
 
 
-def start(output_dir: str, **given: Any) -> QuRLGRPOTrainer:
+def start(output_dir, **given):
     settings = BASE | {
         "vllm_max_model_length": 128,
         "sync_check_interval": 1,
@@ -206,7 +201,7 @@ def start(output_dir: str, **given: Any) -> QuRLGRPOTrainer:
     )
 
 
-def roll_out(trainer: QuRLGRPOTrainer) -> None:
+def roll_out(trainer):
     """Sync and generate as a step of training does, and judge what was sampled."""
     trainer.model.train()
     rows = [row for row in trainer.train_dataset for _ in range(GROUP)]
@@ -214,9 +209,10 @@ def roll_out(trainer: QuRLGRPOTrainer) -> None:
     trainer._prepare_inputs(rows)
 
 
-def messages(trainer: QuRLGRPOTrainer, faults: dict[str, Fault]) -> dict[str, str | None]:
+def messages(trainer, faults):
     """The error of the sync after an update, or of its rollout, by fault."""
-    generation, record = trainer.vllm_generation, {}
+    generation = trainer.vllm_generation
+    record = {}
     for fault, context in faults.items():
         roll_out(trainer)
         with torch.no_grad():  # as an update would
@@ -236,10 +232,15 @@ def messages(trainer: QuRLGRPOTrainer, faults: dict[str, Fault]) -> dict[str, st
     return record
 
 
-def main() -> None:
+def main():
     record = {}
-    patterns = {"rank_pattern": {"up_proj": 8}, "alpha_pattern": {"layers.0.mlp.down_proj": 3}}
-    lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, **patterns)
+    lora = LoraConfig(
+        r=4,
+        target_modules="all-linear",
+        init_lora_weights=False,
+        rank_pattern={"up_proj": 8},
+        alpha_pattern={"layers.0.mlp.down_proj": 3},
+    )
     runs = (
         (FAULTS, {}),
         (ADAPTER_FAULTS, {"peft_config": lora}),

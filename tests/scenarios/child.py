@@ -15,11 +15,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 class Heard(logging.Handler):
     """Keeps what is logged."""
 
-    def __init__(self, level: int = logging.NOTSET) -> None:
+    def __init__(self, level=logging.NOTSET):
         super().__init__(level)
-        self.said: list[str] = []
+        self.said = []
 
-    def emit(self, record: logging.LogRecord) -> None:
+    def emit(self, record):
         self.said.append(record.getMessage())
 
 

@@ -8,8 +8,7 @@ how each case ended, in all processes alike or not (`Recorder`).
 import json
 import os
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
 
@@ -27,7 +26,8 @@ from trl.generation.vllm_client import VLLMClient
 
 from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
 from trl_qurl.quantization import write_checkpoint
-from trl_qurl.rollout import backend, routes
+from trl_qurl.rollout import routes
+from trl_qurl.rollout.backend import QuantizedVLLMGeneration
 from trl_qurl.rollout.errors import ServerError
 
 SETTINGS = {
@@ -49,18 +49,19 @@ SETTINGS = {
 class Faults:
     """What happens to a server at the request of a number."""
 
-    def __init__(self, server: FakeServer) -> None:
+    def __init__(self, server):
         self.server = server
         self.plan("nothing")
         server.before_answer = self.before_answer
 
-    def plan(self, fault: str, number: int = 0) -> None:
-        self.fault, self.number = fault, number
+    def plan(self, fault, number=0):
+        self.fault = fault
+        self.number = number
         self.server.forget()
         self.server.asked = []
         self.server.is_up = True
 
-    def before_answer(self, asked: str) -> dict | None:
+    def before_answer(self, asked):
         number = len(self.server.asked)
         if number == self.number or (self.fault == "fails twice" and number == self.number + 1):
             if self.fault == "talks nonsense":
@@ -72,7 +73,7 @@ class Faults:
         return None
 
 
-def join(client, device) -> None:
+def join(client, device):
     """Open a group in place of NCCL's, which needs GPUs."""
     client._post(f"{client.base_url}/init_weight_transfer_engine", json={"init_info": {}})
     client.server.connect(client)
@@ -81,34 +82,36 @@ def join(client, device) -> None:
 class Case:
     """A policy in several processes, and a way to its server."""
 
-    def __init__(self, out: Path, kind: str, route: str, recorder: Recorder) -> None:
-        self.out, self.kind, self.route, self.recorder = out, kind, route, recorder
+    def __init__(self, out, kind, route, recorder):
+        self.out = out
+        self.kind = kind
+        self.route = route
+        self.recorder = recorder
         self.is_main = dist.get_rank() == 0
         started = out / f"started-{dist.get_rank()}"
         policy = small().eval()
         write_checkpoint(policy, None, "int8", started)
         self.server = FakeServer(started, rank=8 * (route == "adapter"), policy=policy)
         self.faults = Faults(self.server)
-        self.outcomes: dict[str, str] = {}
+        self.outcomes = {}
 
-    def check(
-        self, name: str, act: Callable[[], object], fault: str = "nothing", number: int = 0
-    ) -> list[str]:
+    def check(self, name, act, fault="nothing", number=0):
         """Record how something ends, with a server that has this fault; what it asks the server
         for.
         """
         self.faults.plan(fault, number)
         end = self.recorder.run(name, act)
-        asked, was_lost = self.server.asked, not self.server.is_up
+        asked = self.server.asked
+        was_lost = not self.server.is_up
         self.faults.plan("nothing")
         if was_lost and self.is_main:
             self.trainer.vllm_generation.vllm_client.reconnect(1.0)
         asked = self.recorder.share(name, asked)
-        # There may be fewer requests than in a sound rollout.
-        self.outcomes |= {name: end} if number <= len(asked) else {}
+        if number <= len(asked):  # there may be fewer requests than in a sound rollout
+            self.outcomes[name] = end
         return asked
 
-    def start(self) -> None:
+    def start(self):
         peft_config = None
         if self.kind == "lora":
             from peft import LoraConfig
@@ -125,17 +128,17 @@ class Case:
             for layer in [*self.trainer.model.model.layers, self.trainer.model]:
                 fully_shard(layer, mesh=mesh)
 
-    def generate(self, length: int) -> None:
+    def generate(self, length):
         self.trainer.vllm_generation.generate(
             prompts=[[40] * length] * 4, images=None, num_generations=4
         )
 
-    def rollout(self) -> None:
+    def rollout(self):
         """A sync, and tokens that it samples."""
         self.trainer.vllm_generation.sync_weights()
         self.generate(2)
 
-    def diverged_rollout(self) -> None:
+    def diverged_rollout(self):
         """The same, with a policy that has diverged."""
         parameter = next(p for p in self.trainer.model.parameters() if p.requires_grad)
         before = parameter.detach().clone()
@@ -147,25 +150,26 @@ class Case:
             with torch.no_grad():
                 parameter.copy_(before)
 
-    def save(self) -> None:
+    def save(self):
         self.trainer.save_quantized(self.out / "quantized")
 
-    def train(self) -> None:
+    def train(self):
         self.trainer.train()
         self.trainer.save_model(str(self.out / "model"))
 
-    def resume(self) -> None:
+    def resume(self):
         self.start()
         self.trainer.train(resume_from_checkpoint=str(self.out / "checkpoint-1"))
 
 
-def small() -> torch.nn.Module:
+def small():
     return tiny_model(num_hidden_layers=1)
 
 
-def run(case: Case, faults: list[str]) -> None:
+def run(case, faults):
     """A start, a rollout and saving; then one fault after another."""
-    at_start, rollout = case.check("starts", case.start), case.check("rolls out", case.rollout)
+    at_start = case.check("starts", case.start)
+    rollout = case.check("rolls out", case.rollout)
     case.check("saves", case.save)
     for fault in faults:
         for number, request in enumerate(rollout, 1):
@@ -173,11 +177,10 @@ def run(case: Case, faults: list[str]) -> None:
     case.check("long prompt of the main process", lambda: case.generate(70 if case.is_main else 2))
     case.check("long prompt of another process", lambda: case.generate(2 if case.is_main else 70))
     case.check("a weight that is infinite", case.diverged_rollout)
-    full = OSError("No space left on device")
-    writers = ("quantization.checkpoint.CheckpointWriter.write", "rollout.routes.write_adapter")
-    with ExitStack() as patches:
-        for writer in writers:
-            patches.enter_context(mock.patch(f"trl_qurl.{writer}", side_effect=full))
+    full = {"side_effect": OSError("No space left on device")}
+    files = mock.patch("trl_qurl.quantization.checkpoint.CheckpointWriter.write", **full)
+    adapters = mock.patch("trl_qurl.rollout.routes.write_adapter", **full)
+    with files, adapters:
         case.check("full disk", case.rollout if case.route != "stream" else case.save)
     for number, request in enumerate(at_start, 1):
         case.check(f"start, fails: {number}, {request}", case.start, "fails", number)
@@ -187,7 +190,7 @@ def run(case: Case, faults: list[str]) -> None:
             case.check("port in use", case.start)
 
 
-def run_and_resume(case: Case) -> None:
+def run_and_resume(case):
     case.check("starts", case.start)
     case.check("trains", case.train)
     # which a checkpoint of the model alone lacks
@@ -198,26 +201,21 @@ def run_and_resume(case: Case) -> None:
     case.check("resumes without one process's state", case.resume)
 
 
-def main(out: Path, kind: str, route: str, *faults: str) -> None:
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+def main(out, kind, route, *faults):
+    rank = int(os.environ["RANK"])
+    size = int(os.environ["WORLD_SIZE"])
     store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), size, rank == 0)
     groups = dist.PrefixStore("groups", store)
     dist.init_process_group("gloo", store=groups, rank=rank, world_size=size, timeout=PATIENCE)
     recorder = Recorder(dist.PrefixStore("recorder", store.clone()))
     case = Case(out, kind, route, recorder)
-    with ExitStack() as patches:
-        patches.enter_context(
-            mock.patch.object(
-                backend.QuantizedVLLMGeneration, "_engine_class", case.server.client_class()
-            )
-        )
-        patches.enter_context(mock.patch.object(torch.cuda, "Stream", NoStream))
-        patches.enter_context(mock.patch.object(VLLMClient, "init_communicator", join))
-        if route == "stream":
-            patches.enter_context(
-                mock.patch.object(routes, "choose_route", lambda *args: ("stream", "a test"))
-            )
-        patches.enter_context(recorder)
+    # This process ends with the case, so nothing has to be restored.
+    QuantizedVLLMGeneration._engine_class = case.server.client_class()
+    torch.cuda.Stream = NoStream
+    VLLMClient.init_communicator = join
+    if route == "stream":
+        routes.choose_route = lambda *args: ("stream", "a test")
+    with recorder:
         if faults == ("resumed",):
             run_and_resume(case)
         else:

@@ -24,12 +24,12 @@ AT_ONCE = 40
 ENDS = ("remove", "drop", "exit", "kill")
 
 
-def exit_as_python_does() -> None:
+def exit_as_python_does():
     atexit._run_exitfuncs()
     os._exit(0)
 
 
-def run(parent: str, losses: Path, chance: random.Random) -> None:
+def run(parent, losses, chance):
     """Be one run. What it lost is appended to a file."""
     directory = PrivateDirectory(parent, 0)
     checkpoint = directory.path / "config.json"
@@ -37,7 +37,8 @@ def run(parent: str, losses: Path, chance: random.Random) -> None:
     checkpoint.write_text(owner)
     # as an engine takes its time to shut down, before the directory goes
     weakref.finalize(run, time.sleep, 0.05)
-    end, fork = chance.choice(ENDS), chance.choice(("none", "exits", "outlives"))
+    end = chance.choice(ENDS)
+    fork = chance.choice(("none", "exits", "outlives"))
     if fork != "none" and os.fork() == 0:
         time.sleep(0.05 * (fork == "outlives"))
         exit_as_python_does()
@@ -54,9 +55,9 @@ def run(parent: str, losses: Path, chance: random.Random) -> None:
     exit_as_python_does()
 
 
-def keep_running(parent: str, losses: Path, runs: int) -> Counter[int]:
+def keep_running(parent, losses, runs):
     """Make so many runs, 40 of them at a time, and count how they ended."""
-    statuses: Counter[int] = Counter()
+    statuses = Counter()
     ended, held = os.pipe()  # all hold it, also forks that outlive their runs
     for seed in range(runs):
         if os.fork() == 0:
@@ -74,8 +75,9 @@ def keep_running(parent: str, losses: Path, runs: int) -> Counter[int]:
 
 
 if __name__ == "__main__":
-    folder, runs = Path(sys.argv[1]), int(sys.argv[2])
+    folder = Path(sys.argv[1])
+    runs = int(sys.argv[2])
     lost = folder / "lost"
     lost.touch()
-    ends = keep_running(str(folder / "rollouts"), lost, runs)
+    ends = keep_running(f"{folder}/rollouts", lost, runs)
     print_record({"ends": ends, "lost": lost.read_text().splitlines()})

@@ -14,14 +14,18 @@ from trl.trainer.utils import disable_dropout_in_model
 from trl_qurl import QuRLPPOConfig
 from trl_qurl.trainers.critic import Critic
 
-B, P, T, STEPS = 4, 3, 5, 3
+B = 4
+P = 3
+T = 5
+STEPS = 3
 
 
 def main(directory):
     args = QuRLPPOConfig(directory, use_cpu=True, bf16=False, steps_per_generation=2)
     accelerator = Accelerator(cpu=True)
     torch.manual_seed(0)
-    ids, targets = torch.randint(2, 90, (B, P + T)), torch.randn(B, T + 1)
+    ids = torch.randint(2, 90, (B, P + T))
+    targets = torch.randn(B, T + 1)
     count = B // accelerator.num_processes
     start = accelerator.process_index * count
     part = slice(start, start + count)

@@ -87,7 +87,7 @@ def remote_code(out):
         model_init_kwargs={"dtype": "float32"},
         vllm_engine_kwargs={"enforce_eager": True},  # the size of the cache is ours
     )
-    trainer.save_quantized(str(out / "quantized"))
+    trainer.save_quantized(f"{out}/quantized")
     return seen(trainer) | {"files": sorted(path.name for path in (out / "quantized").glob("*.py"))}
 
 
@@ -123,7 +123,8 @@ def vision(out, family, *parts):
     """
     from tiny_vision import IDS, picture, tiny_vision_model, vision_processor
 
-    model, processor = tiny_vision_model(family), vision_processor(family)
+    model = tiny_vision_model(family)
+    processor = vision_processor(family)
     count = 4 if "again" in parts else 16
     rows = {"prompt": [[{"role": "user", "content": f"say {i}"}] for i in range(count)]}
     if "text" not in parts:

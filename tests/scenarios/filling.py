@@ -9,7 +9,9 @@ from made_up_policy import ROWS, MadeUpPolicy
 
 from trl_qurl.trainers.dynamic_sampling import PromptStream
 
-GROUPS, GROUP_SIZE, ROLLOUTS = 4, 3, 8
+GROUPS = 4
+GROUP_SIZE = 3
+ROLLOUTS = 8
 
 
 def main():

@@ -18,10 +18,12 @@ from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 
 
-def probe(argument: str) -> list[float]:
+def probe(argument):
     checkpoint, _, cache = argument.partition("@")
-    settings, adapter = ENGINE | {"kv_cache_dtype": cache or "auto"}, None
-    if (path := Path(checkpoint, "adapter")).is_dir():
+    settings = ENGINE | {"kv_cache_dtype": cache or "auto"}
+    adapter = None
+    path = Path(checkpoint, "adapter")
+    if path.is_dir():
         if current_platform.is_cpu():
             import trl_qurl.rollout.repairs.cpu_adapters  # noqa: F401, registers the loader
         settings |= {"enable_lora": True, "max_lora_rank": 8, "load_format": "trl-qurl-cpu"}
@@ -36,10 +38,8 @@ def answer(engine, **options):
     params = SamplingParams(max_tokens=1, prompt_logprobs=0)
     prompt = {"prompt_token_ids": PROBE}
     [output] = engine.generate([prompt], params, use_tqdm=False, **options)
-    return [
-        logps[token].logprob
-        for token, logps in zip(PROBE[1:], output.prompt_logprobs[1:], strict=True)
-    ]
+    pairs = zip(PROBE[1:], output.prompt_logprobs[1:], strict=True)
+    return [logps[token].logprob for token, logps in pairs]
 
 
 if __name__ == "__main__":

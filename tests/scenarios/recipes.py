@@ -13,7 +13,7 @@ from trl_qurl.lab.recipes.arguments import parse
 from trl_qurl.lab.recipes.questions import train
 
 
-def main() -> None:
+def main():
     arguments = sys.argv[1:]
     records = {}
     trainers = []  # as in `tiny.KEPT`

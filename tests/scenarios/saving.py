@@ -63,15 +63,16 @@ def run(directory, name, kind="GRPO", saves=True, given=None, **settings):
     KEPT.append(trainer)
     trainer.train()
     record = {"history": trainer.state.log_history}
+    generation = trainer.vllm_generation
     if saves:
-        version = trainer.vllm_generation.sync.version
+        version = generation.sync.version
         record["directory"] = str(trainer.save_quantized())
-        record["version_kept"] = trainer.vllm_generation.sync.version == version
+        record["version_kept"] = generation.sync.version == version
         hub = Hub()
         transformers.trainer.hf_api = lambda: hub
         trainer.push_to_hub(blocking=True)
         record["pushed"] = hub.files
-    trainer.vllm_generation.sync_weights()
+    generation.sync_weights()
     return record | {"probe": engine_logps(trainer)}
 
 

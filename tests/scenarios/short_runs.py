@@ -2,8 +2,6 @@
 trainer.
 """
 
-from pathlib import Path
-
 from datasets import Dataset
 from support.building import KINDS
 from tiny import ENGINE, KEPT, VOCABULARY, tiny_model, tiny_tokenizer
@@ -99,11 +97,11 @@ def run(out, kind="GRPO", model=None, reward_funcs=letters, given=None, **settin
     return trainer
 
 
-def saved(out: Path) -> str:
+def saved(out):
     """A model where TRL finds it again, for the reference model and the critic."""
     tiny_model().save_pretrained(out / "model")
     chat_tokenizer().save_pretrained(out / "model")
-    return str(out / "model")
+    return f"{out}/model"
 
 
 def seen(trainer):

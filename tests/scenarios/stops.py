@@ -37,14 +37,7 @@ def rows(trainer):
     return [{k: v for k, v in row.items() if not k.startswith(NOT_REPEATED)} for row in logged]
 
 
-def whole_and_resumed(
-    out,
-    kind,
-    make,
-    settings,
-    make_critic=None,
-    **given,
-):
+def whole_and_resumed(out, kind, make, settings, make_critic=None, **given):
     """The last two updates of a run, and the same after a new
     trainer has resumed from the second.
     """
@@ -56,7 +49,7 @@ def whole_and_resumed(
     whole = build_here("whole")
     whole.train()
     resumed = build_here("resumed")
-    resumed.train(resume_from_checkpoint=str(out / "whole" / "checkpoint-2"))
+    resumed.train(resume_from_checkpoint=f"{out}/whole/checkpoint-2")
     adapters = list(resumed.model.peft_config) if isinstance(resumed.model, PeftModel) else []
     return {"whole": rows(whole)[2:], "resumed": rows(resumed)[-2:], "adapters": adapters}
 
@@ -142,20 +135,18 @@ def best(out):
         "eval_strategy": "steps",
         "eval_steps": 1,
         "max_steps": 3,
-    }
-    settings |= {
         "load_best_model_at_end": True,
         "metric_for_best_model": "eval_reward",
         "greater_is_better": False,
     }
     trainer = build(out / "run", "PPO", saved(out), settings, eval_dataset=texts(8))
-    evaluations = iter([0.0, 1.0, 2.0])
+    rewards = iter([0.0, 1.0, 2.0])
     evaluate = trainer.evaluate
-    trainer.evaluate = lambda *args, **kwargs: (
-        evaluate(*args, **kwargs) | {"eval_reward": next(evaluations)}
+    trainer.evaluate = lambda *args, **given: (
+        evaluate(*args, **given) | {"eval_reward": next(rewards)}
     )
     trainer.train()
-    trainer.save_model(str(out / "final"))
+    trainer.save_model(f"{out}/final")
 
     def weights(name):
         return [load_file(out / name / part / "model.safetensors") for part in (".", "critic")]
@@ -163,11 +154,9 @@ def best(out):
     final = weights("final")
     record = {}
     for name in ("checkpoint-1", "checkpoint-3"):
-        pairs = zip(weights(f"run/{name}"), final, strict=True)
-        record[name] = [
-            all(torch.equal(tensor, last[key]) for key, tensor in saved.items())
-            for saved, last in pairs
-        ]
+        record[name] = []
+        for stored, last in zip(weights(f"run/{name}"), final, strict=True):
+            record[name].append(all(torch.equal(stored[key], last[key]) for key in stored))
     return record
 
 

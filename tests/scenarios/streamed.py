@@ -22,13 +22,13 @@ from trl_qurl.rollout.routes import stream_metadata
 from trl_qurl.rollout.wire import WORKER_EXTENSION, WeightUpdate
 
 
-def main(directory: Path, name: str) -> None:
+def main(directory, name):
     """Start an engine from one model, stream another into it, and start one from that."""
     for seed in (0, 1):
         model = tiny_model(seed=seed, dtype=torch.bfloat16)
         write_checkpoint(model, tiny_tokenizer(), name, directory / str(seed))
     settings = ENGINE | {"max_model_len": 64, "max_num_seqs": 16}
-    engine = LLM(str(directory / "0"), **settings, worker_extension_cls=WORKER_EXTENSION)
+    engine = LLM(f"{directory}/0", **settings, worker_extension_cls=WORKER_EXTENSION)
     KEPT.append(engine)
     record = {"started": answer(engine)}
 
@@ -48,7 +48,7 @@ def main(directory: Path, name: str) -> None:
 
     record["version"] = engine.collective_rpc("rollout_version")
     record["streamed"] = answer(engine)
-    record["fresh"] = probe(str(directory / "1"))
+    record["fresh"] = probe(f"{directory}/1")
     print_record(record)
 
 

@@ -53,10 +53,9 @@ def teaching(useless):
     def teaching(prompts, completions, log_extra=None, **kwargs):
         log_extra("first letter", [prompt[0] for prompt in prompts])
         counts = vowels(completions)
-        return [
-            0.0 if prompt.startswith(tuple(PROMPTS[:useless])) else count
-            for prompt, count in zip(prompts, counts, strict=True)
-        ]
+        zeros = tuple(PROMPTS[:useless])
+        pairs = zip(prompts, counts, strict=True)
+        return [0.0 if prompt.startswith(zeros) else count for prompt, count in pairs]
 
     return teaching
 
@@ -123,15 +122,15 @@ def whole_model(trainer):
 
 def kill_before_generation(client, server):
     """Kill a server's process when it is about to generate for the second rollout."""
-    generate, calls = client.generate, []
+    generate = client.generate
+    calls = []
 
     def after_the_server(prompts, *args, **kwargs):
-        # not the probe's
-        calls.extend([None] if kwargs.get("max_tokens") == 8 and kwargs.get("temperature") else [])
-        if len(calls) == 2:
-            calls.append(None)
-            # a shim (`forks`) may lead: its server would still answer
-            os.killpg(server, signal.SIGKILL)
+        if kwargs.get("max_tokens") == 8 and kwargs.get("temperature"):  # not the probe's
+            calls.append(prompts)
+            if len(calls) == 2:
+                # a shim (`forks`) may lead: its server would still answer
+                os.killpg(server, signal.SIGKILL)
         return generate(prompts, *args, **kwargs)
 
     client.generate = after_the_server
@@ -226,6 +225,11 @@ def whole(parameter):
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
+def is_on_the_grid(parameter):
+    """Whether bfloat16 has all of its values."""
+    return torch.equal(parameter, parameter.bfloat16().to(parameter.dtype))
+
+
 def run(options):
     heard = Heard(logging.WARNING)
     logging.getLogger("trl_qurl.rollout.backend").addHandler(heard)
@@ -263,12 +267,10 @@ def run(options):
         export(trainer, Path(options.export))
     policy = generation.policy_parameters
     # In a list: every process must read to the end.
-    sent = [torch.equal(p, p.bfloat16().to(p.dtype)) for _, p in policy() if p.dim() > 1]
+    sent = [is_on_the_grid(p) for _, p in policy() if p.dim() > 1]
     record["on_the_grid_of_bf16"] = sum(sent) / len(sent)
     frozen = [whole(p) for p in trainer.model.parameters() if not p.requires_grad]
-    record["base_on_the_grid_of_bf16"] = all(
-        torch.equal(p, p.bfloat16().to(p.dtype)) for p in frozen if p.dim() > 1
-    )
+    record["base_on_the_grid_of_bf16"] = all(is_on_the_grid(p) for p in frozen if p.dim() > 1)
     if options.ppo:
         critic = [p for p in trainer.critic.model.named_parameters() if p[1].requires_grad]
         moved = [
@@ -283,9 +285,10 @@ def run(options):
     engine = generation.sync.route.engine
     if engine is not None:
         record["runner"] = engine.describe().runner
-    record["held"] = sum(
-        (p.to_local() if isinstance(p, DTensor) else p).numel() for p in trainer.model.parameters()
-    )
+    record["held"] = 0
+    for parameter in trainer.model.parameters():
+        part = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        record["held"] += part.numel()
     record["model"] = options.model
     record["processes"] = trainer.accelerator.num_processes
     record["distribution"] = str(trainer.accelerator.distributed_type.value)

@@ -12,7 +12,7 @@ MATRIX = [Case(gpu, scheme.name) for scheme in FORMATS for gpu in GPUS]
 MIXED_GPUS = ("A100", "RTX 40", "H100", "B200")
 
 
-def mixed(scheme: str, other: str) -> str:
+def mixed(scheme, other):
     """Formats by pattern. Each has fused layers with a bias, and both are in one decoder layer."""
     return json.dumps({r"re:.*(layers\.1\.self_attn|down_proj)": other, "*": scheme})
 

@@ -17,7 +17,6 @@ from simulated_gpu.platform import GPUS, installed
 from trl_qurl.quantization.checkpoint import CheckpointWriter
 from trl_qurl.quantization.checkpoint_form import plain_model
 from trl_qurl.quantization.plan import make_plan, read_formats, schemes_of
-from trl_qurl.quantization.scheme import QuantizationScheme
 from trl_qurl.quantization.stream import WeightStream, model_parameters
 from trl_qurl.rollout.adapter import adapter_tensors, write_adapter
 
@@ -57,18 +56,18 @@ class Case:
     cache: str = "auto"  # dtype of keys and values
     is_repaired: bool = True  # False: vLLM's own reload
 
-    def __str__(self) -> str:
-        changed = [
-            f"{name}={value}"
-            for name, value in vars(self).items()
-            if value != getattr(Case, name, value)
-        ]
+    def __str__(self):
         formats = read_formats(self.scheme)
-        name = formats if isinstance(formats, str) else "+".join(dict.fromkeys(formats.values()))
-        return " ".join([self.gpu, name, *changed])
+        if not isinstance(formats, str):
+            formats = "+".join(dict.fromkeys(formats.values()))
+        words = [self.gpu, formats]
+        for name, value in vars(self).items():
+            if value != getattr(Case, name, value):
+                words.append(f"{name}={value}")
+        return " ".join(words)
 
     @property
-    def schemes(self) -> list[QuantizationScheme]:
+    def schemes(self):
         """The formats that an engine must run."""
         return schemes_of(read_formats(self.scheme))
 
@@ -81,7 +80,7 @@ class Report:
     faults: dict[str, Any]  # empty: as fresh
 
 
-def simulate(case: Case) -> Report:
+def simulate(case):
     """Start an engine on the GPU that is installed, reload it twice, and look for faults."""
     prepare_environment(case)
     report = Report({}, {})
@@ -112,7 +111,7 @@ def simulate(case: Case) -> Report:
     return report
 
 
-def prepare_environment(case: Case) -> None:
+def prepare_environment(case):
     os.environ |= {
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -124,26 +123,23 @@ def prepare_environment(case: Case) -> None:
         installed.add("flashinfer")
 
 
-def build_policy(case: Case, seed: int) -> torch.nn.Module:
+def build_policy(case, seed):
     sizes = SIZES | MIXTURES.get(case.family, {})
-    sizes |= {
-        name: 256
-        for name in ("moe_intermediate_size", "shared_expert_intermediate_size")
-        if name in sizes
-    }
+    for name in ("moe_intermediate_size", "shared_expert_intermediate_size"):
+        if name in sizes:
+            sizes[name] = 256
     if not case.adapter:
         return tiny_model(case.family, torch.float32, seed, **sizes)
     base = tiny_model(case.family, torch.float32, **sizes)
     torch.manual_seed(seed)
-    return get_peft_model(
-        base, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
-    )
+    lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    return get_peft_model(base, lora)
 
 
 class Engine:
     """vLLM's worker with trl-qurl's extension, as far as starts and loads need one."""
 
-    def __init__(self, case: Case, policy: torch.nn.Module) -> None:
+    def __init__(self, case, policy):
         from vllm.config import set_current_vllm_config
         from vllm.engine.arg_utils import EngineArgs
 
@@ -166,10 +162,8 @@ class Engine:
                 "enable_lora": case.adapter,
             }
             config = EngineArgs(directory, enforce_eager=True, **arguments).create_engine_config()
-            config.device_config.device, config.device_config.device_type = (
-                torch.device("cpu"),
-                "cpu",
-            )
+            config.device_config.device = torch.device("cpu")
+            config.device_config.device_type = "cpu"
             with set_current_vllm_config(config):
                 join_group(case.rank)
                 module = importlib.import_module(RUNNERS[case.runner])
@@ -190,19 +184,16 @@ class Engine:
         self.model = runner.model
         self.worker = Worker()
 
-    def tensors_of(self, policy: torch.nn.Module):
+    def tensors_of(self, policy):
         return WeightStream(policy, self.plan).tensors(model_parameters(policy))
 
-    def load(self, policy: torch.nn.Module, version: str) -> None:
-        update = {"version": version, "digest": True}
-        if isinstance(policy, PeftModel):
-            self.load_adapter(policy, update)
-            return
-        self.worker.load_rollout_weights(update, weights_iterator=self.tensors_of(policy))
-
-    def load_adapter(self, policy: PeftModel, update: dict[str, Any]) -> None:
+    def load(self, policy, version):
         from vllm.lora.request import LoRARequest
 
+        update = {"version": version, "digest": True}
+        if not isinstance(policy, PeftModel):
+            self.worker.load_rollout_weights(update, weights_iterator=self.tensors_of(policy))
+            return
         with tempfile.TemporaryDirectory() as directory:
             path = Path(directory, "adapter")
             write_adapter(policy, adapter_tensors(policy), path)
@@ -210,10 +201,10 @@ class Engine:
             self.worker.model_runner.add_lora(request)
             self.worker.accept_rollout_adapter(update, str(path))
 
-    def held(self) -> dict[str, tensors.Held]:
+    def held(self):
         return tensors.held_tensors(self.model)
 
-    def kernels(self) -> dict[str, str]:
+    def kernels(self):
         names = {}
         for path, module in self.model.named_modules():
             owner = getattr(module, "scheme", None) or getattr(module, "quant_method", None)
@@ -226,7 +217,7 @@ class Engine:
         return names
 
 
-def join_group(rank: int | None) -> None:
+def join_group(rank):
     """Process groups of one process; with a rank, layers are cut as on that one of two."""
     from vllm.distributed import parallel_state
 
@@ -237,4 +228,5 @@ def join_group(rank: int | None) -> None:
         parallel_state.init_distributed_environment(1, 0, f"file://{file.name}", 0, backend="gloo")
         parallel_state.ensure_model_parallel_initialized(1, 1)
     if rank is not None:
-        parallel_state._TP.world_size, parallel_state._TP.rank_in_group = 2, rank
+        parallel_state._TP.world_size = 2
+        parallel_state._TP.rank_in_group = rank

@@ -12,7 +12,6 @@ import os
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from conftest import child_environment
@@ -23,7 +22,7 @@ from simulated_gpu.engine import Case, Report, simulate
 TESTS = Path(__file__).parents[1]
 
 
-def simulate_all(cases: Iterable[Case]) -> Iterator[tuple[Case, Report]]:
+def simulate_all(cases):
     """Simulate each case in a separate process, and yield it with its report."""
     path = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
     with subprocess.Popen(
@@ -40,21 +39,21 @@ def simulate_all(cases: Iterable[Case]) -> Iterator[tuple[Case, Report]]:
             yield Case(**case), Report(**report)
 
 
-def run_all(cases: Iterable[Case]) -> Iterator[str]:
+def run_all(cases):
     """vLLM asks for the GPU while it is imported: so each GPU has a fork, and each of its cases a
     fork of that.
     """
     import transformers.models.qwen2.modeling_qwen2
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 
-    by_gpu: dict[str, list[Case]] = {}
+    by_gpu = {}
     for case in cases:
         by_gpu.setdefault(case.gpu, []).append(case)
     for gpu, theirs in by_gpu.items():
         yield from fork(lambda gpu=gpu, theirs=theirs: run_on(gpu, theirs))
 
 
-def run_on(gpu: str, cases: list[Case]) -> Iterator[str]:
+def run_on(gpu, cases):
     platform.install(gpu)
     import vllm.engine.arg_utils
     import vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors
@@ -67,16 +66,13 @@ def run_on(gpu: str, cases: list[Case]) -> Iterator[str]:
 
     gc.freeze()  # or each case would look through all that was imported
     for case in cases:
-        lines = list(fork(lambda case=case: [json.dumps(dataclasses.asdict(simulate(case)))]))
-        report = (
-            json.loads(lines[0])
-            if lines
-            else {"kernels": {}, "faults": {"crash": "its process ended"}}
-        )
+        report = {"kernels": {}, "faults": {"crash": "its process ended"}}
+        for line in fork(lambda case=case: [json.dumps(dataclasses.asdict(simulate(case)))]):
+            report = json.loads(line)
         yield json.dumps([dataclasses.asdict(case), report])
 
 
-def fork(work: Callable[[], Iterable[str]]) -> Iterator[str]:
+def fork(work):
     """Yield the lines that `work` yields in a child process; fewer if that fails."""
     reader, writer = os.pipe()
     child = os.fork()
@@ -97,6 +93,7 @@ def fork(work: Callable[[], Iterable[str]]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    output, sys.stdout = sys.stdout, sys.stderr  # where libraries print
+    output = sys.stdout
+    sys.stdout = sys.stderr  # where libraries print
     for line in run_all([Case(**case) for case in json.load(sys.stdin)]):
         print(line, end="", file=output, flush=True)

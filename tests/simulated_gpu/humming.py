@@ -59,15 +59,14 @@ class InputSchema:
 def prepare_and_transform(tensors, pad_n_to_multiple, **_):
     result = {}
     for name, tensor in tensors.items():
-        rows = tensor.detach()[
-            torch.randperm(len(tensor), generator=torch.Generator().manual_seed(3))
-        ]
+        generator = torch.Generator().manual_seed(3)
+        rows = tensor.detach()[torch.randperm(len(tensor), generator=generator)]
         padding = rows.new_zeros(-len(rows) % pad_n_to_multiple, *rows.shape[1:])
         result[name] = torch.cat([rows, padding])
     return None, result
 
 
-def install() -> None:
+def install():
     modules = {
         "config": {"InputQuantizationMode": MagicMock()},
         "dtypes": {"DataType": DataType, **{name: DataType(name) for name in DTYPES}},
@@ -87,7 +86,7 @@ def install() -> None:
         setattr(package, name, module)
 
 
-def after_vllm() -> None:
+def after_vllm():
     """vLLM asks the real package whether the GPU multiplies activations of a dtype: here never, as
     below 8.9.
     """

@@ -58,14 +58,14 @@ SUPPORTED = {
 }
 """Answers of vLLM's compiled code for CUDA 13."""
 
-_libraries: list = []  # must outlive their registrations
+_libraries = []  # must outlive their registrations
 
 
 installed = {"humming", "deep_gemm"}
 """Packages that vLLM finds in addition to the installed ones."""
 
 
-def install(gpu: str) -> None:
+def install(gpu):
     """Let vLLM find this GPU. It must not have imported its layers yet: they ask for the platform
     when imported.
     """
@@ -83,15 +83,15 @@ def install(gpu: str) -> None:
         device_type = "cpu"  # where tensors really are
 
         @classmethod
-        def get_device_capability(cls, device_id: int = 0):
+        def get_device_capability(cls, device_id=0):
             return DeviceCapability(*GPUS[gpu])
 
         @classmethod
-        def get_device_name(cls, device_id: int = 0):
+        def get_device_name(cls, device_id=0):
             return gpu
 
         @classmethod
-        def get_device_total_memory(cls, device_id: int = 0):
+        def get_device_total_memory(cls, device_id=0):
             return 80 * 2**30
 
         @classmethod
@@ -111,7 +111,7 @@ def install(gpu: str) -> None:
             pass
 
         @classmethod
-        def num_compute_units(cls, device_id: int = 0):
+        def num_compute_units(cls, device_id=0):
             return 108
 
     vllm.platforms._current_platform = SimulatedCuda()
@@ -131,9 +131,10 @@ def install(gpu: str) -> None:
     torch.accelerator.current_device_index = lambda: 0
 
 
-def permuted(tensor: torch.Tensor, seed: int) -> torch.Tensor:
+def permuted(tensor, seed):
     """The rows of a tensor in another order, always the same for this number of rows."""
-    return tensor[torch.randperm(len(tensor), generator=torch.Generator().manual_seed(seed))]
+    generator = torch.Generator().manual_seed(seed)
+    return tensor[torch.randperm(len(tensor), generator=generator)]
 
 
 def gptq_marlin_repack(weight, size_k, size_n, num_bits, is_a_8bit):
@@ -144,7 +145,7 @@ def machete_prepack(weight, a_type, b_type, group_scales_type):
     return permuted(weight.contiguous().reshape(-1), 2).reshape(weight.shape)
 
 
-def register_operators() -> None:
+def register_operators():
     library = torch.library.Library("_C", "FRAGMENT")
     _libraries.append(library)
     for name, schema in SCHEMAS.items():

@@ -2,16 +2,15 @@
 in one engine.
 """
 
-from collections.abc import Mapping
-
 from documents import ROOT
 
 from simulated_gpu.cases import MIXED
-from simulated_gpu.engine import Case, Report
+from simulated_gpu.engine import Case
 from trl_qurl.quantization.formats import FORMATS
 
 PAGE = ROOT / "docs" / "choosing.md"
-BEGIN, END = "<!-- begin: python -m simulated_gpu -->\n", "<!-- end -->\n"
+BEGIN = "<!-- begin: python -m simulated_gpu -->\n"
+END = "<!-- end -->\n"
 
 ROWS = {
     "Turing (T4, RTX 20)": ["T4"],
@@ -29,53 +28,52 @@ RAN = {"Hopper (H100, H200)": {"int8", "fp8", "w4a16"}}
 """Formats that a real GPU ran: started, reloaded and trained."""
 
 
-def evidence(reports: list[Report]) -> str:
+def evidence(row, name, reports):
     """The word for what was found on all GPUs of a generation."""
-    if any("refused" in report.faults for report in reports):
+    faults = [reports[Case(gpu, name)].faults for gpu in ROWS[row]]
+    if any("refused" in found for found in faults):
         return "refused"
-    return "fails" if any(report.faults for report in reports) else "simulated"
+    if any(faults):
+        return "fails"
+    return "ran" if name in RAN.get(row, ()) else "simulated"
 
 
-def rows(reports: Mapping[Case, Report]) -> str:
+def rows(reports):
     names = [scheme.name for scheme in FORMATS]
-    lines = [["your engine runs on", *(f"`{name}`" for name in names)], ["---"] * (len(names) + 1)]
-    for row, gpus in ROWS.items():
-        words = [evidence([reports[Case(gpu, name)] for gpu in gpus]) for name in names]
-        for column, name in enumerate(names):
-            if words[column] == "simulated" and name in RAN.get(row, ()):
-                words[column] = "ran"
-        lines.append([row, *words])
+    lines = [["your engine runs on", *(f"`{name}`" for name in names)]]
+    for row in ROWS:
+        lines.append([row, *(evidence(row, name, reports) for name in names)])
     lines.append(["CPU", *(CPU.get(name, "not tried") for name in names)])
-    return table(lines) + "\n" + table(mixed_rows(reports))
+    return table(*lines) + "\n" + table(*mixed_rows(reports))
 
 
-def mixed_rows(reports: Mapping[Case, Report]) -> list[list[str]]:
+def mixed_rows(reports):
     """The GPUs on which an engine with two formats reloads as it starts."""
     others = list(dict.fromkeys(other for _, other in MIXED))
-    titles = ["16 bits" if other == "none" else f"`{other}`" for other in others]
-    lines = [["in one engine", *(f"with {title}" for title in titles)], ["---"] * (len(others) + 1)]
+    heading = ["in one engine"]
+    for other in others:
+        heading.append("with 16 bits" if other == "none" else f"with `{other}`")
+    lines = [heading]
     for name in dict.fromkeys(scheme for scheme, _ in MIXED):
-        gpus = [
-            [case.gpu for case in MIXED[name, other] if not reports[case].faults]
-            for other in others
-        ]
-        lines.append([f"`{name}`", *map(", ".join, gpus)])
+        line = [f"`{name}`"]
+        for other in others:
+            gpus = [case.gpu for case in MIXED[name, other] if not reports[case].faults]
+            line.append(", ".join(gpus))
+        lines.append(line)
     return lines
 
 
-def table(lines: list[list[str]]) -> str:
-    return (
-        "".join(f"| {' | '.join(line)} |\n" for line in lines)
-        .replace("| --- ", "|---")
-        .replace("--- |", "---|")
-    )
+def table(heading, *rows):
+    lines = [f"| {' | '.join(row)} |\n" for row in (heading, *rows)]
+    lines.insert(1, f"|{'---|' * len(heading)}\n")
+    return "".join(lines)
 
 
-def read() -> str:
+def read():
     """The tables as they are."""
     return PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
 
 
-def write(reports: Mapping[Case, Report]) -> None:
+def write(reports):
     before, _, rest = PAGE.read_text().partition(BEGIN)
     PAGE.write_text(before + BEGIN + rows(reports) + END + rest.partition(END)[2])

@@ -2,7 +2,6 @@
 a graph reads.
 """
 
-from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -16,16 +15,16 @@ class Held(NamedTuple):
     is_buffer: bool  # vLLM's sleep mode saves these
 
 
-def held_tensors(model: torch.nn.Module) -> dict[str, Held]:
+def held_tensors(model):
     """
     All tensors by path: parameters, buffers, and others in attributes and containers of layers.
 
     This searches more places than the repair does, to notice tensors that the repair forgets.
     """
-    found: dict[str, Held] = {}
+    found = {}
     seen = {id(module) for module in model.modules()}
 
-    def look(path: str, value: object) -> None:
+    def look(path, value):
         if isinstance(value, torch.Tensor):
             if not path.endswith("_cpu"):  # on the host on a GPU machine too
                 found.setdefault(path, Held(value, False))
@@ -51,14 +50,14 @@ def held_tensors(model: torch.nn.Module) -> dict[str, Held]:
     return found
 
 
-def capture(held: Mapping[str, Held]) -> dict[str, torch.Tensor]:
+def capture(held):
     """Views of all tensors, for the addresses in a CUDA graph. A view also keeps the memory, unlike
     a graph.
     """
     return {path: tensor.detach().view_as(tensor) for path, (tensor, _) in held.items()}
 
 
-def sleep(held: Mapping[str, Held]) -> None:
+def sleep(held):
     """Level 2: what was allocated while loading is lost, except for buffers, which vLLM saves and
     restores.
     """
@@ -69,9 +68,7 @@ def sleep(held: Mapping[str, Held]) -> None:
             torch.empty(0, dtype=torch.uint8).set_(storage).fill_(0x7F)  # no dtype's own value
 
 
-def compare(
-    now: Mapping[str, Held], fresh: Mapping[str, Held], captured: Mapping[str, torch.Tensor]
-) -> dict[str, list[str]]:
+def compare(now, fresh, captured):
     """
     Faults of an engine after its reloads, by kind; none if all is well.
 
@@ -83,41 +80,38 @@ def compare(
     owned = {tensor.untyped_storage().data_ptr() for tensor, _ in now.values()}
     both = now.keys() & fresh.keys()
     kept = {path for path in now if "_kept_for_graphs" in path}
+    unlike = {path for path in both if not same(now[path].tensor, fresh[path].tensor)}
+    freed = set()
+    other = set()
+    for path, tensor in captured.items():
+        if tensor.numel() and tensor.untyped_storage().data_ptr() not in owned:
+            freed.add(path)
+        if path in both and not same(tensor, fresh[path].tensor):
+            other.add(path)
     faults = {
         "only in one engine": (now.keys() ^ fresh.keys()) - kept,
-        "unlike a fresh engine": {
-            path for path in both if not same(now[path].tensor, fresh[path].tensor)
-        },
-        "graphs read freed memory": {
-            path
-            for path, tensor in captured.items()
-            if tensor.numel() and tensor.untyped_storage().data_ptr() not in owned
-        },
-        "graphs read other values": {
-            path
-            for path, tensor in captured.items()
-            if path in both and not same(tensor, fresh[path].tensor)
-        },
+        "unlike a fresh engine": unlike,
+        "graphs read freed memory": freed,
+        "graphs read other values": other,
     }
     return {kind: short(paths) for kind, paths in faults.items() if paths}
 
 
-def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+def same(one, other):
     """Compare layout, dtype and all bits."""
-    layout = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in (one, other)]
-    if layout[0] != layout[1]:
+    if (one.shape, one.stride(), one.dtype) != (other.shape, other.stride(), other.dtype):
         return False
-    one, other = (
-        tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)
-    )
-    return torch.equal(one, other)
+    return torch.equal(bits(one), bits(other))
 
 
-def short(paths: Iterable[str]) -> list[str]:
+def bits(tensor):
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def short(paths):
     """Paths without the numbers of layers."""
-    return sorted(
-        {
-            ".".join(p for p in path.split(".") if not p.isdigit()).removeprefix("model.layers.")
-            for path in paths
-        }
-    )
+    found = set()
+    for path in paths:
+        parts = [part for part in path.split(".") if not part.isdigit()]
+        found.add(".".join(parts).removeprefix("model.layers."))
+    return sorted(found)
