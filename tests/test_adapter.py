@@ -117,7 +117,8 @@ def test_a_written_adapter_computes_what_was_trained(kind, tmp_path):
     base = model.get_base_model()
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     # vLLM computes one scaling for all layers, from these three.
-    assert config["lora_alpha"] / config["r"] == 1.0 and not config["use_rslora"]
+    assert config["lora_alpha"] / config["r"] == 1.0
+    assert not config["use_rslora"]
     assert config["r"] <= engine_rank(adapter_rank(model)), (
         "vLLM compares it with the rank it was started for"
     )
@@ -133,7 +134,8 @@ def test_the_documented_options_of_vllms_server_exist():
     page = (ROOT / "docs" / "after-training.md").read_text()
     command = re.search(r"`vllm serve (DIR --enable-lora [^`]+)`", page)[1]
     given = make_arg_parser(FlexibleArgumentParser()).parse_args(command.split())
-    assert given.enable_lora and given.max_lora_rank >= 8
+    assert given.enable_lora
+    assert given.max_lora_rank >= 8
     [served] = given.lora_modules
     assert (served.name, served.path) == ("policy", "DIR/adapter")
 
@@ -142,7 +144,8 @@ def test_an_inactive_adapter_is_not_sent():
     model = adapted()
     expected = dict(adapter_tensors(model))
     model.add_adapter("reference", LoraConfig(r=300, target_modules=["v_proj", "q_proj"]))
-    assert adapter_obstacle(model) is None and adapter_rank(model) == 4
+    assert adapter_obstacle(model) is None
+    assert adapter_rank(model) == 4
     torch.testing.assert_close(dict(adapter_tensors(model)), expected, rtol=0, atol=0)
     with model.disable_adapter():
         sent = adapter_tensors(model)
@@ -176,7 +179,8 @@ DECISIONS = [
 @pytest.mark.parametrize(("given", "takes", "reason"), DECISIONS)
 def test_adapters_are_sent_where_they_can_be(given, takes, reason):
     decided, why = choose_adapter(*given)
-    assert decided is takes and reason in why
+    assert decided is takes
+    assert reason in why
 
 
 def test_an_adapter_that_cannot_be_sent_is_refused_on_request():
@@ -256,9 +260,11 @@ def test_a_server_of_the_same_model_has_the_same_base(scheme, dtype, head, tmp_p
         return route
 
     route = route_of(AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=dtype))
-    assert route.digests == served and route.checkpoint is not None
+    assert route.digests == served
+    assert route.checkpoint is not None
     assert base_digests(route.starting_tensors(), torch.bfloat16) == served, (
         "the saved base is another one"
     )
     other = route_of(tiny_model(dtype=dtype, tie_word_embeddings=head == "tied", seed=1))
-    assert other.digests.keys() == served.keys() and other.digests != served
+    assert other.digests.keys() == served.keys()
+    assert other.digests != served

@@ -129,7 +129,8 @@ def test_experts_without_a_kernel_stay_in_16_bits(has_amx, monkeypatch, caplog):
         return plan_rollouts(model, rollout_settings(formats, **changed)).schemes
 
     layers = planned()
-    assert layers and any("experts" in layer for layer in layers) == has_amx
+    assert layers
+    assert any("experts" in layer for layer in layers) == has_amx
     assert (
         "only on CPUs with AMX" in caplog.text and repr(SIXTEEN_BIT_EXPERTS) in caplog.text
     ) == (not has_amx)
@@ -188,10 +189,8 @@ def test_a_vision_language_model_is_loaded_with_its_processor(tmp_path):
     tiny_vision_model("gemma3").save_pretrained(tmp_path)
     vision_processor("gemma3").save_pretrained(tmp_path)
     model, processor = load_model(str(tmp_path))
-    assert (
-        type(model).__name__ == "Gemma3ForConditionalGeneration"
-        and type(processor).__name__ == "Gemma3Processor"
-    )
+    assert type(model).__name__ == "Gemma3ForConditionalGeneration"
+    assert type(processor).__name__ == "Gemma3Processor"
 
 
 def test_remote_code_is_copied_if_it_is_used(tmp_path):

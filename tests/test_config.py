@@ -242,7 +242,8 @@ def test_a_loss_that_the_default_does_not_fit_is_corrected_by_tis(name):
 @pytest.mark.parametrize("settings", OF_TRLS, ids=json.dumps)
 def test_a_correction_of_trls_that_is_written_out_is_trls(settings):
     given, message = warned(**settings)
-    assert "'acr'" in message and given.objective == "trl"
+    assert "'acr'" in message
+    assert given.objective == "trl"
     assert settings.items() <= vars(given).items()
 
 
@@ -303,7 +304,8 @@ def test_the_command_line(parser):
 def test_any_number_of_generations_from_one_up(generations):
     settings = {"scale_rewards": False, "per_device_train_batch_size": 3, **PLAIN}
     seen = QuRLPPOConfig("out", **settings, num_generations=generations, steps_per_generation=3)
-    assert seen.num_generations == generations and seen.generation_batch_size == 9
+    assert seen.num_generations == generations
+    assert seen.generation_batch_size == 9
     copied = QuRLPPOConfig(**{**seen.to_dict(), "generation_batch_size": None})
     assert copied.num_generations == generations
 

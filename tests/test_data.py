@@ -79,7 +79,8 @@ BAD = [
 def test_a_bad_question_or_answer_is_named(tmp_path, column, value):
     error = refused(write(tmp_path / "bad.jsonl", COMPLETE, COMPLETE | {column: value}))
     forms = {"question": "messages", "answer": "a number"}
-    assert f"{column} in row 2" in error and forms[column] in error
+    assert f"{column} in row 2" in error
+    assert forms[column] in error
 
 
 def test_columns_may_have_the_usual_names_of_the_hub(tmp_path):
@@ -111,7 +112,8 @@ def test_a_missing_file_is_not_mistaken_for_a_hub_name(tmp_path, monkeypatch, na
     monkeypatch.setenv("HOME", str(tmp_path))
     write(tmp_path / "home.jsonl", COMPLETE)
     error = refused(name)
-    assert "is not an existing" in error and "~ is not expanded" in error
+    assert "is not an existing" in error
+    assert "~ is not expanded" in error
 
 
 @pytest.mark.parametrize(

@@ -67,9 +67,11 @@ def test_lock_is_kept_until_the_directory_is_removed(warm_python, tmp_path):
         path, exiting = (process.stdout.readline().strip() for _ in range(2))
         assert exiting == "exiting"
         directory = PrivateDirectory(str(tmp_path), 0)
-        assert str(directory.path) != path and os.path.exists(path)
+        assert str(directory.path) != path
+        assert os.path.exists(path)
         process.communicate("")
-    assert directory.path.exists() and not os.path.exists(path)
+    assert directory.path.exists()
+    assert not os.path.exists(path)
 
 
 def save(named_tensors, path):
@@ -90,7 +92,8 @@ def test_a_directory_that_vanishes_is_made_again(vanished, folder, tmp_path):
     path = folder.path
     shutil.rmtree({"parent": tmp_path, "home": path.parent, "directory": path}[vanished])
     written = folder.write("sync-2", [("weight", torch.ones(2))], save)
-    assert written.parent == path and (written / "model.safetensors").exists()
+    assert written.parent == path
+    assert (written / "model.safetensors").exists()
     assert {stat.S_IMODE(each.stat().st_mode) for each in (path, path.parent)} == {0o700}
     folder.remove("sync-2")
     assert not written.exists()

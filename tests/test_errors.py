@@ -177,7 +177,8 @@ def test_recurrent_layers_that_syncs_update_are_accepted():
 
 def test_no_permission(train, tmp_path):
     message = train("--rollout_checkpoint_dir", "/sys/here")  # where nobody may write
-    assert "/sys/here" in message and "set rollout_checkpoint_dir" in message
+    assert "/sys/here" in message
+    assert "set rollout_checkpoint_dir" in message
 
 
 @pytest.mark.parametrize(
@@ -292,5 +293,6 @@ def test_why_weights_are_not_streamed(transfer, server_gpu, obstacle, monkeypatc
     client = server.client()
     client.init_communicator()
     found = client.stream_obstacle or ""
-    assert obstacle in found and bool(obstacle) == bool(found)
+    assert obstacle in found
+    assert bool(obstacle) == bool(found)
     assert "/server_info" not in server.asked, "it takes vLLM seconds"

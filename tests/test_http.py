@@ -132,7 +132,8 @@ def test_a_redirect_is_not_followed():
         with faulty(redirect) as (client, asked):
             with pytest.raises(ServerError, match="redirect"):
                 version(client)
-            assert len(asked) == 1 and not asked_elsewhere
+            assert len(asked) == 1
+            assert not asked_elsewhere
 
 
 def test_no_request_goes_to_a_proxy(monkeypatch):
@@ -142,7 +143,8 @@ def test_no_request_goes_to_a_proxy(monkeypatch):
         with faulty(HTML) as (client, asked):
             with pytest.raises(ServerError):
                 version(client)
-            assert len(asked) == 1 and not seen_by_proxy
+            assert len(asked) == 1
+            assert not seen_by_proxy
 
 
 @pytest.mark.parametrize("key", ["sec ret", "secret\r\nX-Other: 1", "schlüssel€secret"])

@@ -33,7 +33,8 @@ def test_the_first_pattern_that_matches_decides():
     schemes = {layer: scheme.name for layer, scheme in plan.schemes.items()}
     for layer, scheme in schemes.items():
         assert scheme == ("w4a16" if "down_proj" in layer else "int8")
-    assert len(schemes) == 12 and "model.layers.0.mlp.up_proj" not in schemes
+    assert len(schemes) == 12
+    assert "model.layers.0.mlp.up_proj" not in schemes
     assert targets_of(plan) == {"w4a16": ["re:.*down_proj"], "int8": ["Linear"]}
     assert plan.ignore == ("lm_head", "re:.*layers.0.*(gate|up)_proj")
     assert plan.quantization_config()["format"] == "mixed-precision"
@@ -47,7 +48,8 @@ def test_patterns_that_overlap_are_written_as_names():
     kept = make_plan(
         tiny_model(), {r"re:.*attn\.[qkv]_proj$": "fp8", "re:.*self_attn": "none", "*": "fp8"}
     )
-    assert list(kept.ignore) == ["lm_head", *outputs] and len(kept.schemes) == 12
+    assert list(kept.ignore) == ["lm_head", *outputs]
+    assert len(kept.schemes) == 12
 
 
 def test_one_format_is_written_as_before_however_it_is_given():

@@ -127,7 +127,8 @@ def test_a_damaged_line_is_refused_and_does_not_stop_a_resume(damage, tmp_path):
         read_run(path)
     write(path, [{"step": 4, "reward": 0.7}], {"seed": 2}, FOUR[2:3])
     run = read_run(path)
-    assert run.series("reward") == [(3, 0.3), (4, 0.7)] and run.settings == {"seed": 2}
+    assert run.series("reward") == [(3, 0.3), (4, 0.7)]
+    assert run.settings == {"seed": 2}
 
 
 @pytest.mark.parametrize("first", [True, False])

@@ -55,7 +55,8 @@ def test_the_model_stays_as_it_is(weights):
     find_steps(model, stream, TOKENS.tolist())
     assert torch.equal(torch.random.get_rng_state(), before)
     for module, kind in zip(model.modules(), kinds, strict=True):
-        assert type(module) is kind and not module._forward_hooks
+        assert type(module) is kind
+        assert not module._forward_hooks
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
@@ -90,7 +91,8 @@ def test_a_finer_format_comes_before_16_bits_where_it_can_store_the_layers():
     model = with_outliers(tiny_model("llama", intermediate_size=192), 1).eval()
     steps = find_steps(model, stream_of(model, INT8), TOKENS.tolist(), [SCHEMES["w8a16"]])
     first, *others = [step for step in steps if step.layers == FED]
-    assert steps[0] == first and first.format == "w8a16"
+    assert steps[0] == first
+    assert first.format == "w8a16"
     assert [step.format for step in others] == ["none"]
     assert first.kl > 10 * others[0].kl
     assert first.extra_bytes < others[0].extra_bytes / 20

@@ -261,7 +261,8 @@ def test_the_key_is_neither_printed_nor_in_the_command(model, capfd, monkeypatch
     monkeypatch.setenv(guard.API_KEY_VARIABLE, "a-secret")
     cli.main(["serve", str(model), "--scheme", "none"])
     environment, words = started["env"], started["words"]
-    assert environment[guard.API_KEY_VARIABLE] == "a-secret" and str(model) in words
+    assert environment[guard.API_KEY_VARIABLE] == "a-secret"
+    assert str(model) in words
     assert environment["VLLM_SERVER_DEV_MODE"] == "1"
     assert "--disable-uvicorn-access-log" in words
     assert "a-secret" not in " ".join([*words, *capfd.readouterr()])
@@ -405,7 +406,8 @@ def test_control_c_during_the_start_leaves_no_process_behind(model, warm_python,
         deadline = time.monotonic() + 120
         # the server with its stand-in, and what vLLM starts for its engine
         while len(server.survivors()) < 5:
-            assert time.monotonic() < deadline and server.process.poll() is None
+            assert time.monotonic() < deadline
+            assert server.process.poll() is None
             time.sleep(0.02)
         assert "INFO:     Application startup complete" not in server.log.read_text()
         server.stop(signal.SIGINT)

@@ -21,11 +21,13 @@ def test_a_directory_appears_or_is_replaced_only_when_complete(tmp_path):
         with new_directory(tmp_path / "final") as draft:
             (draft / text).write_text(text)
             assert (tmp_path / "final" / text).exists() is False
-        assert os.listdir(tmp_path) == ["final"] and os.listdir(tmp_path / "final") == [text]
+        assert os.listdir(tmp_path) == ["final"]
+        assert os.listdir(tmp_path / "final") == [text]
     with pytest.raises(KeyError), new_directory(tmp_path / "final") as draft:
         (draft / "failed").write_text("half")
         raise KeyError
-    assert os.listdir(tmp_path) == ["final"] and os.listdir(tmp_path / "final") == ["new"]
+    assert os.listdir(tmp_path) == ["final"]
+    assert os.listdir(tmp_path / "final") == ["new"]
 
 
 def test_permissions_follow_the_umask(tmp_path):
@@ -86,7 +88,8 @@ def writing(path):
     process.start()
     deadline = time.monotonic() + 30
     while not list(path.parent.glob(".*/*/half")):
-        assert process.is_alive() and time.monotonic() < deadline
+        assert process.is_alive()
+        assert time.monotonic() < deadline
         time.sleep(0.01)
     return process
 
@@ -101,7 +104,8 @@ def end(process, number):
 def test_a_process_that_is_asked_to_end_leaves_nothing(number, tmp_path):
     process = writing(tmp_path / "final")
     end(process, number)
-    assert process.exitcode == 128 + number and not os.listdir(tmp_path)
+    assert process.exitcode == 128 + number
+    assert not os.listdir(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["final", "final[1]"])
@@ -121,7 +125,8 @@ def test_of_two_that_write_at_once_the_first_fails(tmp_path):
     with pytest.raises(OSError, match="final cannot be written"), new_directory(path):
         make_empty(path)
         (path / "second").touch()
-    assert os.listdir(tmp_path) == ["final"] and os.listdir(path) == ["second"]
+    assert os.listdir(tmp_path) == ["final"]
+    assert os.listdir(path) == ["second"]
 
 
 def make_empty(path):
@@ -142,7 +147,8 @@ def test_an_old_directory_comes_back_if_it_cannot_be_replaced(tmp_path, monkeypa
     monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(OSError, match="no room"), new_directory(tmp_path / "final"):
         pass
-    assert os.listdir(tmp_path) == ["final"] and os.listdir(tmp_path / "final") == ["old"]
+    assert os.listdir(tmp_path) == ["final"]
+    assert os.listdir(tmp_path / "final") == ["old"]
 
 
 def test_a_cache_that_cannot_be_written_names_its_variable(tmp_path):
