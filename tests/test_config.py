@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
+import yaml
 from documents import ROOT
 from support.building import build
 from support.configs import PLAIN, SEVERAL_UPDATES, config, refusal
@@ -42,8 +43,7 @@ def test_defaults_are_trls_but_for_our_settings(kind):
 
 
 @pytest.mark.parametrize(
-    ("per_generation", "per_update", "iterations", "updates"),
-    [(4, 1, 1, 4), (4, 2, 1, 2), (4, 4, 3, 3), (2, 4, 1, 0.5)],
+    ("per_generation", "per_update", "iterations", "updates"), [(4, 2, 3, 6), (2, 4, 1, 0.5)]
 )
 def test_updates_per_rollout(per_generation, per_update, iterations, updates):
     settings = config(
@@ -68,20 +68,19 @@ def test_unquantized_rollouts_by_name(given):
 
 
 # By setting, a value with which it conflicts.
-FAILING = {
-    "use_vllm": False,
-    "weight_sync": "llmcompressor",
-    "vllm_engine_kwargs": {"enforce_eager": True},
-    "vllm_mode": "server",
-    "smooth_activations": True,
-    "rollout_quantization": "fp8",
-    "vllm_importance_sampling_correction": False,
-    "importance_sampling_level": "sequence",
-    "loss_type": "cispo",
-    "beta": 0.1,
-    "delta": 4.0,
-    "objective": "acr",
-}
+FAILING = yaml.safe_load("""
+use_vllm: false
+weight_sync: llmcompressor
+vllm_engine_kwargs: {enforce_eager: true}
+vllm_mode: server
+smooth_activations: true
+rollout_quantization: fp8
+vllm_importance_sampling_correction: false
+importance_sampling_level: sequence
+loss_type: cispo
+beta: 0.1
+delta: 4.0
+objective: acr""")
 
 
 def refused():
@@ -97,8 +96,8 @@ def refused():
         yield QuRLPPOConfig, {name: "another"}, repr(fitting[-1])
     yield QuRLPPOConfig, {"num_generations": 3}, "divisible by num_generations"  # TRL's
     yield QuRLRLOOConfig, {"objective": "acr"}, "'tis'"
-    for name, value, allowed in OF_GRPO:
-        yield QuRLGRPOConfig, {name: value}, allowed
+    for allowed, settings in OF_GRPO.items():
+        yield QuRLGRPOConfig, settings, allowed
     for name, governor in {**TAKEN_ENGINE_ARGUMENTS, **UNFOLLOWED}.items():
         yield QuRLGRPOConfig, {"vllm_engine_kwargs": {name: None}}, governor
     for cache in TOKEN_CACHES:
@@ -111,14 +110,13 @@ def refused():
         yield QuRLGRPOConfig, settings, conflict.way_out
 
 
-OF_GRPO = [
-    ("objective", "ppo", "'trl'"),
-    ("temperature", 0.0, "makes all completions equal"),
-    ("temperature", 0.002, "at least 0.01"),
-    ("quantization_ignore", ["re:(["], "regular expression"),
-    ("quantization_ignore", "lm_head", "list of patterns"),
-    ("vllm_engine_kwargs", "enforce_eager", "JSON"),
-]
+OF_GRPO = yaml.safe_load("""
+"'trl'": {objective: ppo}
+makes all completions equal: {temperature: 0.0}
+at least 0.01: {temperature: 0.002}
+regular expression: {quantization_ignore: ["re:(["]}
+list of patterns: {quantization_ignore: lm_head}
+JSON: {vllm_engine_kwargs: enforce_eager}""")
 
 
 @pytest.mark.parametrize(("kind", "settings", "way_out"), refused())
@@ -179,24 +177,23 @@ def test_a_reward_that_decides_turns_dynamic_sampling_on():
 
 
 # Each piece of advice, followed; and what must not be refused by mistake.
-FITTING = [
-    {"objective": "acr", "loss_type": "grpo"},
-    # an objective that was chosen does not read TRL's correction
-    {"objective": "tis", "vllm_importance_sampling_clip_max": 4.0},
-    {"objective": "tis", "loss_type": "cispo", "importance_sampling_level": "sequence"},
-    {"objective": "trl", "vllm_importance_sampling_correction": False, "importance_cap": None},
-    {"vllm_model_impl": "transformers"},
-    {"sync_ref_model": True, "beta": 0.1, "use_bias_correction_kl": False},
-    {"objective": "tis", "beta": 0.1, "delta": 4.0},
-    {"vllm_engine_kwargs": {"enforce_eager": True, "kv_cache_dtype": "fp8"}},
-    # sampling settings that the trainer follows, or that change no distribution
-    {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "temperature": 0.7},
-    {"generation_kwargs": {"temperature": 1.0, "presence_penalty": 0.0, "bad_words": []}},
-    {"generation_kwargs": {"include_stop_str_in_output": True}, "temperature": 0.01},
-    {"top_k": 20, "min_p": 0.05, "top_p": 0.9, "max_completion_length": None},
-    {"generation_kwargs": {"structured_outputs": {"regex": "a"}}},
-    {"repetition_penalty": 1.1, "generation_kwargs": {"repetition_penalty": 1.0, "top_p": 0.8}},
-]
+FITTING = yaml.safe_load("""
+- {objective: acr, loss_type: grpo}
+# an objective that was chosen does not read TRL's correction
+- {objective: tis, vllm_importance_sampling_clip_max: 4.0}
+- {objective: tis, loss_type: cispo, importance_sampling_level: sequence}
+- {objective: trl, vllm_importance_sampling_correction: false, importance_cap: null}
+- {vllm_model_impl: transformers}
+- {sync_ref_model: true, beta: 0.1, use_bias_correction_kl: false}
+- {objective: tis, beta: 0.1, delta: 4.0}
+- {vllm_engine_kwargs: {enforce_eager: true, kv_cache_dtype: fp8}}
+# sampling settings that the trainer follows, or that change no distribution
+- {top_p: 1.0, top_k: 0, min_p: 0.0, repetition_penalty: 1.0, temperature: 0.7}
+- {generation_kwargs: {temperature: 1.0, presence_penalty: 0.0, bad_words: []}}
+- {generation_kwargs: {include_stop_str_in_output: true}, temperature: 0.01}
+- {top_k: 20, min_p: 0.05, top_p: 0.9, max_completion_length: null}
+- {generation_kwargs: {structured_outputs: {regex: a}}}
+- {repetition_penalty: 1.1, generation_kwargs: {repetition_penalty: 1.0, top_p: 0.8}}""")
 
 
 @pytest.mark.parametrize("settings", FITTING, ids=json.dumps)
@@ -219,12 +216,11 @@ def warned(**settings):
     return made, str(warning.message)
 
 
-OF_TRLS = [
-    {"vllm_importance_sampling_correction": False},
-    {"vllm_importance_sampling_mode": "token_mask", "loss_type": "cispo"},
-    {"vllm_importance_sampling_clip_min": 0.5},
-    {"vllm_importance_sampling_clip_max": 4.0},
-]
+OF_TRLS = yaml.safe_load("""
+- {vllm_importance_sampling_correction: false}
+- {vllm_importance_sampling_mode: token_mask, loss_type: cispo}
+- {vllm_importance_sampling_clip_min: 0.5}
+- {vllm_importance_sampling_clip_max: 4.0}""")
 
 
 @pytest.mark.parametrize("name", [conflict.settings[0] for conflict in conflicts.LIFTED_BOUND])
@@ -250,22 +246,23 @@ def test_a_correction_of_trls_that_is_written_out_is_trls(settings):
 # Sampling settings that make the ratio wrong, or cannot train
 # --------------------------------------------------------------------------------------------------
 
-# Settings, and what the warning begins with.
-NAMED = [
-    ({"top_k": 20, "repetition_penalty": 1.1}, "repetition_penalty=1.1: "),
-    ({"generation_kwargs": '{"min_tokens": 2}'}, "generation_kwargs['min_tokens']=2: "),
-    ({"generation_kwargs": {"temperature": 0.5}}, "generation_kwargs['temperature']=0.5: "),
-    ({"generation_kwargs": {"logit_bias": {20: 4.0}}}, "generation_kwargs['logit_bias']={20: 4.0}"),
-    (
-        {"repetition_penalty": 1.1, "generation_kwargs": {"of_a_later_vllm": 1}},
-        "repetition_penalty=1.1, generation_kwargs['of_a_later_vllm']=1: ",
-    ),
-]
+# What the warning begins with, and settings
+NAMED = yaml.safe_load("""
+"repetition_penalty=1.1: ":
+  {top_k: 20, repetition_penalty: 1.1}
+"generation_kwargs['min_tokens']=2: ":
+  {generation_kwargs: '{"min_tokens": 2}'}
+"generation_kwargs['temperature']=0.5: ":
+  {generation_kwargs: {temperature: 0.5}}
+"generation_kwargs['logit_bias']={20: 4.0}":
+  {generation_kwargs: {logit_bias: {20: 4.0}}}
+"repetition_penalty=1.1, generation_kwargs['of_a_later_vllm']=1: ":
+  {repetition_penalty: 1.1, generation_kwargs: {of_a_later_vllm: 1}}""")
 
 
-@pytest.mark.parametrize(("settings", "named"), NAMED, ids=json.dumps)
-def test_sampling_settings_are_named_with_the_way_out(settings, named):
-    _, message = warned(**settings)
+@pytest.mark.parametrize("named", NAMED)
+def test_sampling_settings_are_named_with_the_way_out(named):
+    _, message = warned(**NAMED[named])
     assert message.startswith(named)
     assert "Set repetition_penalty=1.0, also in generation_kwargs" in message
 
