@@ -91,12 +91,10 @@ def test_two_runs_do_not_share_a_directory(warm_python, tmp_path):
     command = [warm_python, "-c", RUNS_UNTIL_KILLED, path]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
         trainer = int(run.stdout.readline())
-        refused = pytest.raises(
-            RuntimeError, match=f"Another run .* {tmp_path}, .*another output_dir"
-        )
-        with refused:
+        said = f"Another run .* {tmp_path}, .*another output_dir"
+        with pytest.raises(RuntimeError, match=said):
             check_unused(tmp_path)
-        with refused:
+        with pytest.raises(RuntimeError, match=said):
             begin_log(path, {"seed": 2})
         assert read_run(path).settings == {"seed": 1}
         os.kill(trainer, signal.SIGKILL)
@@ -108,11 +106,9 @@ def test_two_runs_do_not_share_a_directory(warm_python, tmp_path):
 def test_a_new_run_renames_the_old_log(tmp_path):
     for reward in (0.1, 0.2, 0.3):
         write(tmp_path / RUN_LOG, [{"step": 1, "reward": reward}])
-    rewards = [
-        read_run(tmp_path / name).rows[0]["reward"]
-        for name in ("run-1.jsonl", "run-2.jsonl", RUN_LOG)
-    ]
-    assert rewards == [0.1, 0.2, 0.3]
+    assert read_run(tmp_path / "run-1.jsonl").series("reward") == [(1, 0.1)]
+    assert read_run(tmp_path / "run-2.jsonl").series("reward") == [(1, 0.2)]
+    assert read_run(tmp_path / RUN_LOG).series("reward") == [(1, 0.3)]
 
 
 @pytest.mark.parametrize(
