@@ -34,14 +34,20 @@ def slow_advantages(rewards, values, bootstrap, mask, gamma, lam):
 
 
 @settings(max_examples=200)
-@given(st.integers(0, 2**31 - 1), st.floats(0, 1), st.floats(0, 1), st.booleans())
+@given(
+    seed=st.integers(0, 2**31 - 1),
+    gamma=st.floats(0, 1),
+    lam=st.floats(0, 1),
+    dense=st.booleans(),
+)
 def test_gae_equals_its_definition_on_random_batches(seed, gamma, lam, dense):
     torch.manual_seed(seed)
     B = 1 + seed % 4
     T = 1 + seed % 9
     lengths = torch.randint(0, T + 1, (B, 1))
     # padding, and tools between
-    mask = (torch.arange(T) < lengths) & (torch.rand(B, T) > 0.3)
+    mask = torch.arange(T) < lengths
+    mask &= torch.rand(B, T) > 0.3
     rewards = token_rewards(torch.randn(B).double(), mask)
     if dense:
         rewards = torch.randn(B, T).double() * mask

@@ -35,7 +35,8 @@ each_kind = pytest.mark.parametrize("kind", PARENTS)
 def test_defaults_are_trls_but_for_our_settings(kind):
     """The tables of the documentation have ours (test_documentation.py)."""
     ours = vars(kind("out", **PLAIN | SEVERAL_UPDATES))
-    theirs = vars(PARENTS[kind]("out", **PLAIN | SEVERAL_UPDATES)) | {"use_vllm": True}
+    theirs = vars(PARENTS[kind]("out", **PLAIN | SEVERAL_UPDATES))
+    theirs |= {"use_vllm": True}
     if kind is QuRLPPOConfig:
         theirs |= {"num_generations": 1, "num_generations_eval": 1, "scale_rewards": "none"}
     for name in theirs.keys() - {"_n_gpu", "logging_dir", "run_name", "distributed_state"}:
@@ -59,7 +60,11 @@ def test_updates_per_rollout(per_generation, per_update, iterations, updates):
 # --------------------------------------------------------------------------------------------------
 
 NAN = float("nan")
-BEYOND = {POSITIVE: (0.0, NAN, "1.5", True), COUNT: (-1,), SHARE: (-0.1, 1.1)}
+BEYOND = {
+    POSITIVE: (0.0, NAN, "1.5", True),
+    COUNT: (-1,),
+    SHARE: (-0.1, 1.1),
+}
 
 
 @pytest.mark.parametrize("given", ["none", "None", None])
@@ -277,16 +282,17 @@ def test_a_trainer_that_does_not_score_its_rollouts_does_not_follow():
 # The command line
 # --------------------------------------------------------------------------------------------------
 
-COMMAND_LINE = "--output_dir out --use_cpu true --bf16 false --report_to none"
-COMMAND_LINE += " --steps_per_generation 4"
+COMMAND_LINE = """
+--output_dir out --use_cpu true --bf16 false --report_to none
+--steps_per_generation 4
+--rollout_quantization none --objective tis --importance_cap inf
+--quantization_ignore lm_head re:.*down_proj
+--vllm_engine_kwargs {"enforce_eager":true}"""
 
 
 @pytest.mark.parametrize("parser", [TrlParser, HfArgumentParser])
 def test_the_command_line(parser):
-    words = "--rollout_quantization none --objective tis --importance_cap inf"
-    words += " --quantization_ignore lm_head re:.*down_proj --vllm_engine_kwargs"
-    arguments = [*COMMAND_LINE.split(), *words.split(), '{"enforce_eager": true}']
-    [settings] = parser(QuRLGRPOConfig).parse_args_into_dataclasses(arguments)
+    [settings] = parser(QuRLGRPOConfig).parse_args_into_dataclasses(COMMAND_LINE.split())
     assert settings.rollout_quantization is None
     assert settings.vllm_engine_kwargs == {"enforce_eager": True}
     assert settings.quantization_ignore == ["lm_head", "re:.*down_proj"]

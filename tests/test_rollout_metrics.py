@@ -72,7 +72,7 @@ def test_a_log_probability_without_bounds_leaves_numbers():
     # below vLLM's stand-in for -inf, and no number of a sampled token
     behavior = torch.tensor([[-0.5, -5000.0]])
     tally = MismatchTally(Accelerator(cpu=True))
-    tally.add(torch.full((1, 2), -0.5), behavior, torch.ones(1, 2, dtype=torch.bool), cap=2.0)
+    tally.add(torch.full_like(behavior, -0.5), behavior, behavior < 0, cap=2.0)
     assert all(math.isfinite(value) for value in tally.pop().values())
 
 
@@ -108,8 +108,8 @@ def test_samples_are_scored_as_the_policy_finds_them():
     assert scored[2].behavior_logps.isnan().all()
     for prompt, completion, each in zip(prompts, completions, scored, strict=True):
         logits = policy.eval()(torch.tensor([prompt + completion])).logits[0] / 0.7
-        places = range(len(prompt) - 1, len(prompt) - 1 + len(completion))
-        expected = logits.log_softmax(-1)[places, completion]
+        log_probs = logits.log_softmax(-1)[len(prompt) - 1 :]
+        expected = log_probs[range(len(completion)), completion]
         torch.testing.assert_close(each.proximal_logps[0], expected, rtol=0, atol=1e-5)
         assert each.mask.all()
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
 from accelerate import PartialState
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
@@ -88,8 +89,10 @@ class TestRuns:
         [directory] = (saved[0] / kind / "runs").iterdir()
         accumulator = events.EventAccumulator(str(directory))
         accumulator.Reload()
-        updates = [row for row in saved[1][kind]["history"] if "loss" in row]
-        logged = {f"train/{name}" for name in set().union(*updates) - {"step"}}
+        logged = set()
+        for row in saved[1][kind]["history"]:
+            if "loss" in row:
+                logged |= {f"train/{name}" for name in row.keys() - {"step"}}
         assert len(logged) > 30
         assert logged <= set(accumulator.Tags()["scalars"])
 
@@ -110,9 +113,12 @@ def test_what_lies_beside_the_weights(saved):
     chat = [{"role": "user", "content": "Ab2"}]
     assert tokenizer.apply_chat_template(chat, tokenize=False) == "Ab2"
     assert GenerationConfig.from_pretrained(saved[0] / "full-int8").eos_token_id == [1]
-    texts = [path for path in saved[0].rglob("*") if path.suffix in (".jsonl", ".json", ".md")]
-    assert {path.name for path in texts} >= {"run.jsonl", "README.md", "config.json"}
-    assert not [path for path in texts if "hf_secret" in path.read_text()]
+    names = set()
+    for path in saved[0].rglob("*"):
+        if path.suffix in (".jsonl", ".json", ".md"):
+            names.add(path.name)
+            assert "hf_secret" not in path.read_text()
+    assert names >= {"run.jsonl", "README.md", "config.json"}
 
 
 # Where it may be written
@@ -271,23 +277,33 @@ def test_an_adapter_is_merged_where_that_is_asked_for_or_the_base_is_another(cho
     torch.testing.assert_close(trainer.model.state_dict(), before, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("formats", "path", "choice", "error", "named"),
-    [
-        ("w4a16", ".", {}, FileExistsError, "thesis.*would be replaced.*not a quantized"),
-        ("w4a16", "new", {"formats": {}}, ValueError, "formats is {}.*one of int8"),
-        ("w4a16", "new", {"ignore": ["re:.*"]}, ValueError, r"re:\.\*.*narrow the patterns"),
-        (None, "new", {}, ValueError, "formats is None.*int8, fp8"),
-        ("w4a16", "thesis/new", {}, OSError, "Not a directory.*output_dir of save_quantized"),
-    ],
-)
-def test_mistakes_are_named_with_the_way_out(
-    formats, path, choice, error, named, trainer, tmp_path
-):
-    trainer.args.rollout_quantization = formats
+MISTAKES = yaml.safe_load(r"""
+a directory of something else:
+  path: .
+  error: 'FileExistsError: .*thesis.*would be replaced.*not a quantized'
+no formats:
+  choice: {formats: {}}
+  error: 'ValueError: .*formats is {}.*one of int8'
+nothing to quantize:
+  choice: {ignore: ["re:.*"]}
+  error: 'ValueError: .*re:\.\*.*narrow the patterns'
+unquantized rollouts:
+  formats: null
+  error: 'ValueError: .*formats is None.*int8, fp8'
+a path through a file:
+  path: thesis/new
+  error: 'Error: .*Not a directory.*output_dir of save_quantized'""")
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_named_with_the_way_out(name, trainer, tmp_path):
+    mistake = {"formats": "w4a16", "path": "new", "choice": {}} | MISTAKES[name]
+    trainer.args.rollout_quantization = mistake["formats"]
     (tmp_path / "thesis").write_text("")
-    with pytest.raises(error, match=f"(?s){named}"):
-        trainer.save_quantized(tmp_path / path, **choice)
+    with pytest.raises((OSError, ValueError)) as caught:
+        trainer.save_quantized(tmp_path / mistake["path"], **mistake["choice"])
+    said = f"{type(caught.value).__name__}: {caught.value}"
+    assert re.search(mistake["error"], said, re.DOTALL)
 
 
 def test_formats_in_another_order_and_one_pattern_to_ignore_are_as_asked(trainer):

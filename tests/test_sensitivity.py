@@ -76,8 +76,11 @@ def test_layers_that_an_engine_fuses_stay_together():
         "model.layers.9.mlp.experts.0.down_proj",
         "model.layers.9.mlp.experts.1.up_proj",
     ]
-    groups = {frozenset(group) for group in fused_groups(layers)}
-    assert groups == {frozenset(layers[:1]), frozenset(layers[1:3]), frozenset(layers[3:])}
+    groups = [set(group) for group in fused_groups(layers)]
+    assert len(groups) == 3
+    assert set(layers[:1]) in groups
+    assert set(layers[1:3]) in groups
+    assert set(layers[3:]) in groups
 
 
 @pytest.mark.parametrize("finer", [[], [SCHEMES["w8a16"]]])
@@ -102,6 +105,7 @@ def test_a_finer_format_comes_before_16_bits_where_it_can_store_the_layers():
     assert [step.format for step in others] == ["none"]
     assert first.kl > 10 * others[0].kl
     assert first.extra_bytes < others[0].extra_bytes / 20
-    assert [step.format for step in steps if "down_proj" in step.layers[0]] == ["none"] * 2
+    down = [step.format for step in steps if "down_proj" in step.layers[0]]
+    assert down == ["none", "none"]
     exact = exact_kl(model, FED, INT8) - exact_kl(model, FED, SCHEMES["w8a16"])
     assert 1 / 3 < first.kl / exact < 3
