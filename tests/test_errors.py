@@ -2,7 +2,6 @@
 leaves no files.
 """
 
-import json
 import re
 import shutil
 import sys
@@ -29,11 +28,14 @@ def model(tmp_path_factory):
     return save_tiny(tmp_path_factory.mktemp("model"), CHAT_TEMPLATE)
 
 
+QUESTION = '{"question": "1 + 1?", "answer": "2"}\n'
+
+
 @pytest.fixture
 def plain(model, tmp_path):
     """A command without mistakes."""
     questions = tmp_path / "questions.jsonl"
-    questions.write_text((json.dumps({"question": "1 + 1?", "answer": "2"}) + "\n") * 32)
+    questions.write_text(QUESTION * 32)
     options = "--use_cpu true --bf16 false --report_to none --max_completion_length 64"
     options += f" --model_name_or_path {model} --dataset {questions}"
     options += f" --output_dir {tmp_path / 'out'} --rollout_checkpoint_dir {tmp_path / 'rollouts'}"
@@ -94,7 +96,7 @@ def test_an_error_of_transformers_is_one_line(train):
 
 
 def test_questions_that_do_not_fill_a_rollout(train, tmp_path):
-    (tmp_path / "few.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n' * 31)
+    (tmp_path / "few.jsonl").write_text(QUESTION * 31)
     message = train("--dataset", tmp_path / "few.jsonl")
     assert re.search("31 prompts.* needs 32: per_device_train_batch_size=16", message)
 
@@ -224,8 +226,9 @@ def test_room_is_needed_for_the_checkpoints_of_one_moment(way, checkpoints, trai
     usage = shutil.disk_usage("/")._replace(free=checkpoints * weights - 1)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     message = train("--rollout_quantization", "int8", "--weight_sync", *way.split())
-    needed = re.search(r"(\S+) GB are needed", message)
-    assert float(needed[1]) * 1e9 == pytest.approx(checkpoints * weights, rel=5e-3)
+    [gigabytes] = re.findall(r"(\S+) GB are needed", message)
+    needed = checkpoints * weights / 1e9
+    assert float(gigabytes) == pytest.approx(needed, rel=5e-3)
 
 
 # The server

@@ -98,13 +98,13 @@ def test_who_asks_for_everything_gets_it(monkeypatch):
     assert not logging.getLogger("vllm.triton_utils.importing").disabled
 
 
-@pytest.mark.parametrize(
-    ("before", "seen"),
-    [
-        ("0", "INFO: loading\nWARNING: slow\n"),
-        ("logging.basicConfig(format='mine: %(message)s')", "mine: loading\nmine: slow\n"),
-    ],
-)
+HANDLERS = {
+    "0": "INFO: loading\nWARNING: slow\n",
+    "logging.basicConfig(format='mine: %(message)s')": "mine: loading\nmine: slow\n",
+}
+
+
+@pytest.mark.parametrize(("before", "seen"), HANDLERS.items())
 def test_a_log_message_has_no_module_and_handlers_of_the_users_are_kept(before, seen):
     code = (
         f"import logging, trl_qurl; {before}; trl_qurl.quiet(); logger = "

@@ -98,7 +98,8 @@ def test_a_finer_format_comes_before_16_bits_where_it_can_store_the_layers():
     128.
     """
     model = with_outliers(tiny_model("llama", intermediate_size=192), 1).eval()
-    steps = find_steps(model, stream_of(model, INT8), TOKENS.tolist(), [SCHEMES["w8a16"]])
+    stream = stream_of(model, INT8)
+    steps = find_steps(model, stream, TOKENS.tolist(), [SCHEMES["w8a16"]])
     first, *others = [step for step in steps if step.layers == FED]
     assert steps[0] == first
     assert first.format == "w8a16"
@@ -107,5 +108,6 @@ def test_a_finer_format_comes_before_16_bits_where_it_can_store_the_layers():
     assert first.extra_bytes < others[0].extra_bytes / 20
     down = [step.format for step in steps if "down_proj" in step.layers[0]]
     assert down == ["none", "none"]
-    exact = exact_kl(model, FED, INT8) - exact_kl(model, FED, SCHEMES["w8a16"])
+    exact = exact_kl(model, FED, INT8)
+    exact -= exact_kl(model, FED, SCHEMES["w8a16"])
     assert 1 / 3 < first.kl / exact < 3

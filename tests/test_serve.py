@@ -198,8 +198,10 @@ def test_a_cpu_keeps_only_what_a_rollout_needs(cpu):
 
     # two blocks of 128 tokens each; vLLM leaves a block empty
     assert kept(512, 1024, 200) == 128 * 2049 * cache_of_a_token()
-    assert kept(2**20, 1, 200) == (2**20 + 128) * cache_of_a_token(), "room for a whole context"
-    assert kept(512, 10**6, 512, share=0.3) == int(0.3 * (11 * 10**9 - 2**30))
+    whole = (2**20 + 128) * cache_of_a_token()
+    assert kept(2**20, 1, 200) == whole, "room for a whole context"
+    free = 11 * 10**9 - 2**30
+    assert kept(512, 10**6, 512, share=0.3) == int(0.3 * free)
 
 
 def test_a_cpu_without_enough_free_memory_is_one_line(cpu, monkeypatch, capsys):
@@ -355,8 +357,10 @@ def answers_of_watch(app, engine):
         sent.append(message)
 
     sent = []
-    scope = {"type": "http", "app": SimpleNamespace(state=SimpleNamespace(engine_client=engine))}
-    asyncio.run(asyncio.wait_for(dead_engine.EngineWatch(app)(scope, None, send), 20))
+    server = SimpleNamespace(state=SimpleNamespace(engine_client=engine))
+    watched = dead_engine.EngineWatch(app)
+    answer = watched({"type": "http", "app": server}, None, send)
+    asyncio.run(asyncio.wait_for(answer, 20))
     return sent
 
 
