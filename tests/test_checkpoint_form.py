@@ -71,10 +71,13 @@ def test_sent_tensors_are_those_of_the_models_checkpoint(family, tmp_path):
 # --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("family", "ignore"),
-    [*((family, ["lm_head"]) for family in MIXTURES), ("mixtral", SIXTEEN_BIT_EXPERTS)],
-)
+MIXTURE_PLANS = [
+    *((family, ["lm_head"]) for family in MIXTURES),
+    ("mixtral", SIXTEEN_BIT_EXPERTS),
+]
+
+
+@pytest.mark.parametrize(("family", "ignore"), MIXTURE_PLANS)
 def test_a_quantized_mixture_equals_llmcompressors(family, ignore, tmp_path):
     pytest.importorskip("llmcompressor", reason="compares with llm-compressor")
     written = []

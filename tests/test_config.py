@@ -43,14 +43,12 @@ def test_defaults_are_trls_but_for_our_settings(kind):
         assert ours[name] == theirs[name], name
 
 
-@pytest.mark.parametrize(
-    ("per_generation", "per_update", "iterations", "updates"), [(4, 2, 3, 6), (2, 4, 1, 0.5)]
-)
-def test_updates_per_rollout(per_generation, per_update, iterations, updates):
+@pytest.mark.parametrize(("steps", "updates"), [(4, 6), (1, 1.5)])
+def test_updates_per_rollout(steps, updates):
     settings = config(
-        steps_per_generation=per_generation,
-        gradient_accumulation_steps=per_update,
-        num_iterations=iterations,
+        steps_per_generation=steps,
+        gradient_accumulation_steps=2,
+        num_iterations=3,
         objective="tis",
     )
     assert settings.updates_per_rollout == updates

@@ -86,14 +86,20 @@ BAD = yaml.safe_load("""
 
 @pytest.mark.parametrize(("column", "value"), BAD)
 def test_a_bad_question_or_answer_is_named(tmp_path, column, value):
-    error = refused(write(tmp_path / "bad.jsonl", COMPLETE, COMPLETE | {column: value}))
+    path = write(tmp_path / "bad.jsonl", COMPLETE, COMPLETE | {column: value})
+    error = refused(path)
     forms = {"question": "messages", "answer": "a number"}
     assert f"{column} in row 2" in error
     assert forms[column] in error
 
 
 def test_columns_may_have_the_usual_names_of_the_hub(tmp_path):
-    row = {"solution": ["1", "2"], "problem": "p", "text": "t", "number": 3}
+    row = {
+        "solution": ["1", "2"],
+        "problem": "p",
+        "text": "t",
+        "number": 3,
+    }
     path = write(tmp_path / "q.jsonl", row)
     [found] = load_questions(path)
     assert content_of(found).startswith("p\n")
@@ -115,7 +121,16 @@ def test_a_conversation_stays_one_and_ends_with_the_instruction(tmp_path):
     assert load_questions(path)[0]["prompt"] == [system, asked]
 
 
-@pytest.mark.parametrize("name", ["no.jsonl", "no.jsonl.gz", "./no", "a/b/no", "~/home.jsonl"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "no.jsonl",
+        "no.jsonl.gz",
+        "./no",
+        "a/b/no",
+        "~/home.jsonl",
+    ],
+)
 def test_a_missing_file_is_not_mistaken_for_a_hub_name(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))

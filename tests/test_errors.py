@@ -175,11 +175,19 @@ heads 16 wide:
   error: 16 wide""")
 
 
+USUAL = {
+    "family": "qwen2",
+    "dtype": "float32",
+    "overrides": {},
+    "grpo": "",
+    "serve": "",
+}
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about vLLM's CPU build")
 @pytest.mark.parametrize("name", NOT_RUN)
 def test_what_engines_cannot_run(name, train, tmp_path_factory, monkeypatch, capfd):
-    defaults = {"family": "qwen2", "dtype": "float32", "overrides": {}, "grpo": "", "serve": ""}
-    case = defaults | NOT_RUN[name]
+    case = USUAL | NOT_RUN[name]
     error = case["error"]
     if name == "FP8 on Ampere":
         monkeypatch.setattr("trl_qurl.rollout.checks.hardware.gpu_capability", lambda: (8, 0))
@@ -285,7 +293,13 @@ policy without an adapter:
 
 @pytest.mark.parametrize("name", OTHER_SERVERS)
 def test_server_that_was_started_for_another_run(name, train, tmp_path_factory, monkeypatch):
-    case = {"format": "w4a16", "cache": "auto", "rank": 0, "grpo": ""} | OTHER_SERVERS[name]
+    case = {
+        "format": "w4a16",
+        "cache": "auto",
+        "rank": 0,
+        "grpo": "",
+        **OTHER_SERVERS[name],
+    }
     checkpoint = None
     if case["format"] is not None:
         checkpoint = tmp_path_factory.mktemp("started") / "model"

@@ -132,7 +132,12 @@ def test_nothing_and_a_quantized_checkpoint_are_replaced(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "text"), [("thesis.tex", ""), ("config.json", "{}"), ("config.json", "no")]
+    ("name", "text"),
+    [
+        ("thesis.tex", ""),
+        ("config.json", "{}"),
+        ("config.json", "no"),
+    ],
 )
 def test_nothing_but_a_quantized_checkpoint_is_replaced(name, text, tmp_path):
     (tmp_path / name).write_text(text)
@@ -258,9 +263,14 @@ def test_a_base_that_is_gone_is_an_error_in_all_processes(trainer, processes, tm
 EXACT = ["lm_head", "re:.*down_proj"]
 
 
-@pytest.mark.parametrize(
-    "choice", [{"merge": True}, {"formats": "fp8", "ignore": EXACT}, {"ignore": EXACT}], ids=str
-)
+CHOICES = [
+    {"merge": True},
+    {"formats": "fp8", "ignore": EXACT},
+    {"ignore": EXACT},
+]
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
 def test_an_adapter_is_merged_where_that_is_asked_for_or_the_base_is_another(choice, trainer):
     before = copy.deepcopy(trainer.model.state_dict())
     beside = weights_of(trainer.save_quantized())

@@ -381,6 +381,17 @@ def test_a_process_without_our_modules_loads_what_a_server_loads_by_name(warm_py
     completed(warm_python, "-c", FORGET_OURS + code)
 
 
+UNLISTED = """\
+get /
+get /docs
+get /metrics
+get /openapi.json
+get /nothing
+options /collective_rpc
+head /server_info
+post //collective_rpc"""
+
+
 @pytest.mark.vllm
 @pytest.mark.xdist_group("server")
 def test_every_path_of_a_server_needs_the_key(int8_server):
@@ -396,9 +407,7 @@ def test_every_path_of_a_server_needs_the_key(int8_server):
     needed = {"/collective_rpc", "/reset_prefix_cache", "/server_info", "/v1/completions"}
     assert needed <= routes.keys()
     pairs = [(method, path) for path, methods in routes.items() for method in methods]
-    further = "get /|get /docs|get /metrics|get /openapi.json|get /nothing"
-    further += "|options /collective_rpc|head /server_info|post //collective_rpc"
-    pairs += [pair.split() for pair in further.split("|")]
+    pairs += [pair.split() for pair in UNLISTED.splitlines()]
     for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {key}"}):
         opened = [pair for pair in pairs if ask(*pair, headers=headers).status_code != 401]
         assert opened == [("get", "/health")]
