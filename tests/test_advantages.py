@@ -22,37 +22,43 @@ from trl_qurl.advantages import (
 
 def slow_advantages(rewards, values, bootstrap, mask, gamma, lam):
     """The definition, A_t = Σ_k (γλ)^k δ_{t+k}, over the learned tokens of each sequence."""
-    advantages, returns = torch.zeros_like(values), torch.zeros_like(values)
+    advantages = torch.zeros_like(values)
     for row in range(len(values)):
-        steps = [t for t in range(values.size(1)) if mask[row, t]]
-        r = [rewards[row, t].item() for t in steps]
-        V = [values[row, t].item() for t in steps] + [bootstrap[row].item()]
-        delta = [r[i] + gamma * V[i + 1] - V[i] for i in range(len(steps))]
+        steps = mask[row].nonzero().flatten().tolist()
+        V = [*values[row, steps], bootstrap[row]]
+        delta = [rewards[row, t] + gamma * V[i + 1] - V[i] for i, t in enumerate(steps)]
         for i, t in enumerate(steps):
-            advantages[row, t] = sum(
-                (gamma * lam) ** (j - i) * delta[j] for j in range(i, len(steps))
-            )
-            returns[row, t] = advantages[row, t] + V[i]
-    return advantages, returns
+            later = enumerate(delta[i:])
+            advantages[row, t] = sum((gamma * lam) ** k * each for k, each in later)
+    return advantages, (advantages + values) * mask
 
 
 @settings(max_examples=200)
-@given(st.integers(0, 2**31 - 1), st.floats(0, 1), st.floats(0, 1), st.booleans())
+@given(
+    seed=st.integers(0, 2**31 - 1),
+    gamma=st.floats(0, 1),
+    lam=st.floats(0, 1),
+    dense=st.booleans(),
+)
 def test_gae_equals_its_definition_on_random_batches(seed, gamma, lam, dense):
-    B, T = 1 + seed % 4, 1 + seed % 9
-    generator = torch.Generator().manual_seed(seed)
-    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
-    lengths = torch.randint(0, T + 1, (B, 1), generator=generator)
+    torch.manual_seed(seed)
+    B = 1 + seed % 4
+    T = 1 + seed % 9
+    lengths = torch.randint(0, T + 1, (B, 1))
     # padding, and tools between
-    mask = (torch.arange(T) < lengths) & (torch.rand(B, T, generator=generator) > 0.3)
-    rewards = draw(B, T).masked_fill(~mask, 0.0) if dense else token_rewards(draw(B), mask)
-    cut = torch.rand(B, generator=generator) > 0.5
-    bootstrap = torch.where(cut, draw(B), 0.0)
-    values = draw(B, T)
-    seen = generalized_advantages(rewards, values, bootstrap, mask, gamma, lam)
-    expected = slow_advantages(rewards, values, bootstrap, mask, gamma, lam)
-    torch.testing.assert_close(seen.advantages, expected[0])
-    torch.testing.assert_close(seen.returns, expected[1])
+    mask = torch.arange(T) < lengths
+    mask &= torch.rand(B, T) > 0.3
+    rewards = token_rewards(torch.randn(B).double(), mask)
+    if dense:
+        rewards = torch.randn(B, T).double() * mask
+    is_cut = torch.rand(B) > 0.5
+    bootstrap = torch.randn(B).double() * is_cut
+    values = torch.randn(B, T).double()
+    given = (rewards, values, bootstrap, mask, gamma, lam)
+    seen = generalized_advantages(*given)
+    advantages, returns = slow_advantages(*given)
+    torch.testing.assert_close(seen.advantages, advantages)
+    torch.testing.assert_close(seen.returns, returns)
 
 
 def test_a_reward_comes_with_the_last_token_that_is_learned():
@@ -89,33 +95,36 @@ def test_whitening_survives_what_has_no_spread():
         assert not whiten(alike, mask, masked_moments(alike, mask)).any()
 
 
-@pytest.mark.parametrize(
-    ("value", "old", "target", "loss", "gradient", "clipped"),
-    [
-        (0.2, 0.0, 1.0, 0.5 * 0.8**2, -0.8, False),  # inside the range
-        # has moved far enough towards its target: clip gives .5
-        (0.8, 0.0, 1.0, 0.5 * 0.5**2, 0.0, True),
-        # has moved away: the full error, and the way back is open
-        (0.8, 0.0, -1.0, 0.5 * 1.8**2, 1.8, False),
-        (-0.9, 0.0, -1.0, 0.5 * 0.5**2, 0.0, True),
-    ],
-)
-def test_value_clipping_by_hand(value, old, target, loss, gradient, clipped):
-    value = torch.tensor([[value]], requires_grad=True)
-    seen = value_loss(value, torch.tensor([[old]]), torch.tensor([[target]]), clip_range=0.5)
+# With an old value of 0 and a range of 0.5
+CLIPPING = """\
+value  target  loss   gradient  clipped
+  0.2     1.0  0.32       -0.8  no       inside the range: 0.5 * 0.8²
+  0.8     1.0  0.125       0.0  yes      moved far enough towards its target: clip gives 0.5
+  0.8    -1.0  1.62        1.8  no       moved away: the full error, and the way back is open
+ -0.9    -1.0  0.125       0.0  yes"""
+
+
+@pytest.mark.parametrize("case", CLIPPING.splitlines()[1:])
+def test_value_clipping_by_hand(case):
+    *numbers, clipped = case.split()[:5]
+    start, target, loss, gradient = map(float, numbers)
+    value = torch.tensor([[start]], requires_grad=True)
+    seen = value_loss(value, torch.zeros(1, 1), torch.tensor([[target]]), clip_range=0.5)
     seen.loss.sum().backward()
     assert seen.loss.item() == pytest.approx(loss)
     assert value.grad.item() == pytest.approx(gradient)
-    assert seen.clipped.item() is clipped
+    assert seen.clipped.item() is (clipped == "yes")
 
 
 def test_explained_variance():
     torch.manual_seed(0)
-    returns, mask = torch.randn(6, 7), torch.rand(6, 7) > 0.3
+    returns = torch.randn(6, 7)
+    mask = torch.rand(6, 7) > 0.3
+    constant = torch.full((6, 7), 3.0)
     assert explained_variance(returns, returns, mask) == pytest.approx(1)
-    assert explained_variance(torch.full((6, 7), 3.0), returns, mask) == pytest.approx(0, abs=1e-6)
+    assert explained_variance(constant, returns, mask) == pytest.approx(0, abs=1e-6)
     # twice the error: 1 − 4
     assert explained_variance(-returns, returns, mask) == pytest.approx(-3, rel=1e-5)
     shifted = explained_variance(0.5 * returns, returns, mask, lambda sums: 2 * sums)
     assert shifted == pytest.approx(0.75)
-    assert math.isnan(explained_variance(returns, torch.ones(6, 7), mask))
+    assert math.isnan(explained_variance(returns, constant, mask))

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
+import yaml
 from documents import ROOT
 from support.building import build
 from support.configs import PLAIN, SEVERAL_UPDATES, config, refusal
@@ -34,22 +35,20 @@ each_kind = pytest.mark.parametrize("kind", PARENTS)
 def test_defaults_are_trls_but_for_our_settings(kind):
     """The tables of the documentation have ours (test_documentation.py)."""
     ours = vars(kind("out", **PLAIN | SEVERAL_UPDATES))
-    theirs = vars(PARENTS[kind]("out", **PLAIN | SEVERAL_UPDATES)) | {"use_vllm": True}
+    theirs = vars(PARENTS[kind]("out", **PLAIN | SEVERAL_UPDATES))
+    theirs |= {"use_vllm": True}
     if kind is QuRLPPOConfig:
         theirs |= {"num_generations": 1, "num_generations_eval": 1, "scale_rewards": "none"}
     for name in theirs.keys() - {"_n_gpu", "logging_dir", "run_name", "distributed_state"}:
         assert ours[name] == theirs[name], name
 
 
-@pytest.mark.parametrize(
-    ("per_generation", "per_update", "iterations", "updates"),
-    [(4, 1, 1, 4), (4, 2, 1, 2), (4, 4, 3, 3), (2, 4, 1, 0.5)],
-)
-def test_updates_per_rollout(per_generation, per_update, iterations, updates):
+@pytest.mark.parametrize(("steps", "updates"), [(4, 6), (1, 1.5)])
+def test_updates_per_rollout(steps, updates):
     settings = config(
-        steps_per_generation=per_generation,
-        gradient_accumulation_steps=per_update,
-        num_iterations=iterations,
+        steps_per_generation=steps,
+        gradient_accumulation_steps=2,
+        num_iterations=3,
         objective="tis",
     )
     assert settings.updates_per_rollout == updates
@@ -59,7 +58,11 @@ def test_updates_per_rollout(per_generation, per_update, iterations, updates):
 # --------------------------------------------------------------------------------------------------
 
 NAN = float("nan")
-BEYOND = {POSITIVE: (0.0, NAN, "1.5", True), COUNT: (-1,), SHARE: (-0.1, 1.1)}
+BEYOND = {
+    POSITIVE: (0.0, NAN, "1.5", True),
+    COUNT: (-1,),
+    SHARE: (-0.1, 1.1),
+}
 
 
 @pytest.mark.parametrize("given", ["none", "None", None])
@@ -68,20 +71,19 @@ def test_unquantized_rollouts_by_name(given):
 
 
 # By setting, a value with which it conflicts.
-FAILING = {
-    "use_vllm": False,
-    "weight_sync": "llmcompressor",
-    "vllm_engine_kwargs": {"enforce_eager": True},
-    "vllm_mode": "server",
-    "smooth_activations": True,
-    "rollout_quantization": "fp8",
-    "vllm_importance_sampling_correction": False,
-    "importance_sampling_level": "sequence",
-    "loss_type": "cispo",
-    "beta": 0.1,
-    "delta": 4.0,
-    "objective": "acr",
-}
+FAILING = yaml.safe_load("""
+use_vllm: false
+weight_sync: llmcompressor
+vllm_engine_kwargs: {enforce_eager: true}
+vllm_mode: server
+smooth_activations: true
+rollout_quantization: fp8
+vllm_importance_sampling_correction: false
+importance_sampling_level: sequence
+loss_type: cispo
+beta: 0.1
+delta: 4.0
+objective: acr""")
 
 
 def refused():
@@ -97,8 +99,8 @@ def refused():
         yield QuRLPPOConfig, {name: "another"}, repr(fitting[-1])
     yield QuRLPPOConfig, {"num_generations": 3}, "divisible by num_generations"  # TRL's
     yield QuRLRLOOConfig, {"objective": "acr"}, "'tis'"
-    for name, value, allowed in OF_GRPO:
-        yield QuRLGRPOConfig, {name: value}, allowed
+    for allowed, settings in OF_GRPO.items():
+        yield QuRLGRPOConfig, settings, allowed
     for name, governor in {**TAKEN_ENGINE_ARGUMENTS, **UNFOLLOWED}.items():
         yield QuRLGRPOConfig, {"vllm_engine_kwargs": {name: None}}, governor
     for cache in TOKEN_CACHES:
@@ -111,14 +113,13 @@ def refused():
         yield QuRLGRPOConfig, settings, conflict.way_out
 
 
-OF_GRPO = [
-    ("objective", "ppo", "'trl'"),
-    ("temperature", 0.0, "makes all completions equal"),
-    ("temperature", 0.002, "at least 0.01"),
-    ("quantization_ignore", ["re:(["], "regular expression"),
-    ("quantization_ignore", "lm_head", "list of patterns"),
-    ("vllm_engine_kwargs", "enforce_eager", "JSON"),
-]
+OF_GRPO = yaml.safe_load("""
+"'trl'": {objective: ppo}
+makes all completions equal: {temperature: 0.0}
+at least 0.01: {temperature: 0.002}
+regular expression: {quantization_ignore: ["re:(["]}
+list of patterns: {quantization_ignore: lm_head}
+JSON: {vllm_engine_kwargs: enforce_eager}""")
 
 
 @pytest.mark.parametrize(("kind", "settings", "way_out"), refused())
@@ -179,24 +180,23 @@ def test_a_reward_that_decides_turns_dynamic_sampling_on():
 
 
 # Each piece of advice, followed; and what must not be refused by mistake.
-FITTING = [
-    {"objective": "acr", "loss_type": "grpo"},
-    # an objective that was chosen does not read TRL's correction
-    {"objective": "tis", "vllm_importance_sampling_clip_max": 4.0},
-    {"objective": "tis", "loss_type": "cispo", "importance_sampling_level": "sequence"},
-    {"objective": "trl", "vllm_importance_sampling_correction": False, "importance_cap": None},
-    {"vllm_model_impl": "transformers"},
-    {"sync_ref_model": True, "beta": 0.1, "use_bias_correction_kl": False},
-    {"objective": "tis", "beta": 0.1, "delta": 4.0},
-    {"vllm_engine_kwargs": {"enforce_eager": True, "kv_cache_dtype": "fp8"}},
-    # sampling settings that the trainer follows, or that change no distribution
-    {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "temperature": 0.7},
-    {"generation_kwargs": {"temperature": 1.0, "presence_penalty": 0.0, "bad_words": []}},
-    {"generation_kwargs": {"include_stop_str_in_output": True}, "temperature": 0.01},
-    {"top_k": 20, "min_p": 0.05, "top_p": 0.9, "max_completion_length": None},
-    {"generation_kwargs": {"structured_outputs": {"regex": "a"}}},
-    {"repetition_penalty": 1.1, "generation_kwargs": {"repetition_penalty": 1.0, "top_p": 0.8}},
-]
+FITTING = yaml.safe_load("""
+- {objective: acr, loss_type: grpo}
+# an objective that was chosen does not read TRL's correction
+- {objective: tis, vllm_importance_sampling_clip_max: 4.0}
+- {objective: tis, loss_type: cispo, importance_sampling_level: sequence}
+- {objective: trl, vllm_importance_sampling_correction: false, importance_cap: null}
+- {vllm_model_impl: transformers}
+- {sync_ref_model: true, beta: 0.1, use_bias_correction_kl: false}
+- {objective: tis, beta: 0.1, delta: 4.0}
+- {vllm_engine_kwargs: {enforce_eager: true, kv_cache_dtype: fp8}}
+# sampling settings that the trainer follows, or that change no distribution
+- {top_p: 1.0, top_k: 0, min_p: 0.0, repetition_penalty: 1.0, temperature: 0.7}
+- {generation_kwargs: {temperature: 1.0, presence_penalty: 0.0, bad_words: []}}
+- {generation_kwargs: {include_stop_str_in_output: true}, temperature: 0.01}
+- {top_k: 20, min_p: 0.05, top_p: 0.9, max_completion_length: null}
+- {generation_kwargs: {structured_outputs: {regex: a}}}
+- {repetition_penalty: 1.1, generation_kwargs: {repetition_penalty: 1.0, top_p: 0.8}}""")
 
 
 @pytest.mark.parametrize("settings", FITTING, ids=json.dumps)
@@ -219,12 +219,11 @@ def warned(**settings):
     return made, str(warning.message)
 
 
-OF_TRLS = [
-    {"vllm_importance_sampling_correction": False},
-    {"vllm_importance_sampling_mode": "token_mask", "loss_type": "cispo"},
-    {"vllm_importance_sampling_clip_min": 0.5},
-    {"vllm_importance_sampling_clip_max": 4.0},
-]
+OF_TRLS = yaml.safe_load("""
+- {vllm_importance_sampling_correction: false}
+- {vllm_importance_sampling_mode: token_mask, loss_type: cispo}
+- {vllm_importance_sampling_clip_min: 0.5}
+- {vllm_importance_sampling_clip_max: 4.0}""")
 
 
 @pytest.mark.parametrize("name", [conflict.settings[0] for conflict in conflicts.LIFTED_BOUND])
@@ -242,29 +241,31 @@ def test_a_loss_that_the_default_does_not_fit_is_corrected_by_tis(name):
 @pytest.mark.parametrize("settings", OF_TRLS, ids=json.dumps)
 def test_a_correction_of_trls_that_is_written_out_is_trls(settings):
     given, message = warned(**settings)
-    assert "'acr'" in message and given.objective == "trl"
+    assert "'acr'" in message
+    assert given.objective == "trl"
     assert settings.items() <= vars(given).items()
 
 
 # Sampling settings that make the ratio wrong, or cannot train
 # --------------------------------------------------------------------------------------------------
 
-# Settings, and what the warning begins with.
-NAMED = [
-    ({"top_k": 20, "repetition_penalty": 1.1}, "repetition_penalty=1.1: "),
-    ({"generation_kwargs": '{"min_tokens": 2}'}, "generation_kwargs['min_tokens']=2: "),
-    ({"generation_kwargs": {"temperature": 0.5}}, "generation_kwargs['temperature']=0.5: "),
-    ({"generation_kwargs": {"logit_bias": {20: 4.0}}}, "generation_kwargs['logit_bias']={20: 4.0}"),
-    (
-        {"repetition_penalty": 1.1, "generation_kwargs": {"of_a_later_vllm": 1}},
-        "repetition_penalty=1.1, generation_kwargs['of_a_later_vllm']=1: ",
-    ),
-]
+# What the warning begins with, and settings
+NAMED = yaml.safe_load("""
+"repetition_penalty=1.1: ":
+  {top_k: 20, repetition_penalty: 1.1}
+"generation_kwargs['min_tokens']=2: ":
+  {generation_kwargs: '{"min_tokens": 2}'}
+"generation_kwargs['temperature']=0.5: ":
+  {generation_kwargs: {temperature: 0.5}}
+"generation_kwargs['logit_bias']={20: 4.0}":
+  {generation_kwargs: {logit_bias: {20: 4.0}}}
+"repetition_penalty=1.1, generation_kwargs['of_a_later_vllm']=1: ":
+  {repetition_penalty: 1.1, generation_kwargs: {of_a_later_vllm: 1}}""")
 
 
-@pytest.mark.parametrize(("settings", "named"), NAMED, ids=json.dumps)
-def test_sampling_settings_are_named_with_the_way_out(settings, named):
-    _, message = warned(**settings)
+@pytest.mark.parametrize("named", NAMED)
+def test_sampling_settings_are_named_with_the_way_out(named):
+    _, message = warned(**NAMED[named])
     assert message.startswith(named)
     assert "Set repetition_penalty=1.0, also in generation_kwargs" in message
 
@@ -279,16 +280,17 @@ def test_a_trainer_that_does_not_score_its_rollouts_does_not_follow():
 # The command line
 # --------------------------------------------------------------------------------------------------
 
-COMMAND_LINE = "--output_dir out --use_cpu true --bf16 false --report_to none"
-COMMAND_LINE += " --steps_per_generation 4"
+COMMAND_LINE = """
+--output_dir out --use_cpu true --bf16 false --report_to none
+--steps_per_generation 4
+--rollout_quantization none --objective tis --importance_cap inf
+--quantization_ignore lm_head re:.*down_proj
+--vllm_engine_kwargs {"enforce_eager":true}"""
 
 
 @pytest.mark.parametrize("parser", [TrlParser, HfArgumentParser])
 def test_the_command_line(parser):
-    words = "--rollout_quantization none --objective tis --importance_cap inf"
-    words += " --quantization_ignore lm_head re:.*down_proj --vllm_engine_kwargs"
-    arguments = [*COMMAND_LINE.split(), *words.split(), '{"enforce_eager": true}']
-    [settings] = parser(QuRLGRPOConfig).parse_args_into_dataclasses(arguments)
+    [settings] = parser(QuRLGRPOConfig).parse_args_into_dataclasses(COMMAND_LINE.split())
     assert settings.rollout_quantization is None
     assert settings.vllm_engine_kwargs == {"enforce_eager": True}
     assert settings.quantization_ignore == ["lm_head", "re:.*down_proj"]
@@ -303,7 +305,8 @@ def test_the_command_line(parser):
 def test_any_number_of_generations_from_one_up(generations):
     settings = {"scale_rewards": False, "per_device_train_batch_size": 3, **PLAIN}
     seen = QuRLPPOConfig("out", **settings, num_generations=generations, steps_per_generation=3)
-    assert seen.num_generations == generations and seen.generation_batch_size == 9
+    assert seen.num_generations == generations
+    assert seen.generation_batch_size == 9
     copied = QuRLPPOConfig(**{**seen.to_dict(), "generation_batch_size": None})
     assert copied.num_generations == generations
 

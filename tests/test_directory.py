@@ -61,15 +61,16 @@ def test_lock_is_kept_until_the_directory_is_removed(warm_python, tmp_path):
     this one.
     """
     command = [warm_python, "-c", EXITS_SLOWLY, tmp_path]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        path, exiting = (process.stdout.readline().strip() for _ in range(2))
-        assert exiting == "exiting"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, **pipes) as process:
+        path = process.stdout.readline().strip()
+        assert process.stdout.readline() == "exiting\n"
         directory = PrivateDirectory(str(tmp_path), 0)
-        assert str(directory.path) != path and os.path.exists(path)
+        assert str(directory.path) != path
+        assert os.path.exists(path)
         process.communicate("")
-    assert directory.path.exists() and not os.path.exists(path)
+    assert directory.path.exists()
+    assert not os.path.exists(path)
 
 
 def save(named_tensors, path):
@@ -90,8 +91,10 @@ def test_a_directory_that_vanishes_is_made_again(vanished, folder, tmp_path):
     path = folder.path
     shutil.rmtree({"parent": tmp_path, "home": path.parent, "directory": path}[vanished])
     written = folder.write("sync-2", [("weight", torch.ones(2))], save)
-    assert written.parent == path and (written / "model.safetensors").exists()
-    assert {stat.S_IMODE(each.stat().st_mode) for each in (path, path.parent)} == {0o700}
+    assert written.parent == path
+    assert (written / "model.safetensors").exists()
+    for each in (path, path.parent):
+        assert stat.S_IMODE(each.stat().st_mode) == 0o700
     folder.remove("sync-2")
     assert not written.exists()
 
@@ -120,7 +123,6 @@ def test_no_run_loses_its_directory_to_another(runs, run_scenario, tmp_path):
     assert record["ends"].keys() == {"0", str(-signal.SIGKILL)}, "a run failed"
     assert sum(record["ends"].values()) == runs
     directory = PrivateDirectory(str(tmp_path / "rollouts"), 0)
-    assert directories(tmp_path / "rollouts") == [directory.path], (
-        "directories of killed runs were not removed"
-    )
+    left = directories(tmp_path / "rollouts")
+    assert left == [directory.path], "directories of killed runs were not removed"
     assert (tmp_path / "rollouts" / "something else").exists()

@@ -2,13 +2,13 @@
 leaves no files.
 """
 
-import json
 import re
 import shutil
 import sys
 
 import pytest
 import torch
+import yaml
 from conftest import free_port
 from support.fake_server import URL, FakeServer
 from tiny import CHAT_TEMPLATE, MIXTURES, SIXTEEN_BIT_EXPERTS, save_tiny, stream_of, tiny_model
@@ -28,11 +28,14 @@ def model(tmp_path_factory):
     return save_tiny(tmp_path_factory.mktemp("model"), CHAT_TEMPLATE)
 
 
+QUESTION = '{"question": "1 + 1?", "answer": "2"}\n'
+
+
 @pytest.fixture
 def plain(model, tmp_path):
     """A command without mistakes."""
     questions = tmp_path / "questions.jsonl"
-    questions.write_text((json.dumps({"question": "1 + 1?", "answer": "2"}) + "\n") * 32)
+    questions.write_text(QUESTION * 32)
     options = "--use_cpu true --bf16 false --report_to none --max_completion_length 64"
     options += f" --model_name_or_path {model} --dataset {questions}"
     options += f" --output_dir {tmp_path / 'out'} --rollout_checkpoint_dir {tmp_path / 'rollouts'}"
@@ -51,7 +54,8 @@ def train(plain, tmp_path, monkeypatch, capfd):
         capfd.readouterr()
         status = cli.main([*plain, *map(str, arguments)])
         printed = capfd.readouterr().err
-        assert status == 2 and "Traceback" not in printed, printed[-3000:]
+        assert status == 2, printed[-3000:]
+        assert "Traceback" not in printed, printed[-3000:]
         assert "Loading safetensors checkpoint shards" not in printed, "the engine was started"
         [error] = re.findall("^trl-qurl: error: (.+)", printed, re.MULTILINE)
         left = [*tmp_path.rglob("*.safetensors"), *tmp_path.glob("rollouts/*")]
@@ -65,20 +69,22 @@ def train(plain, tmp_path, monkeypatch, capfd):
 # ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("package", "arguments", "advice"),
-    [
-        ("llmcompressor", ["--weight_sync", "llmcompressor"], "trl-qurl[llmcompressor]"),
-        ("math_verify", [], "trl-qurl[math]"),
-        ("vllm", ["--vllm_mode", "server"], "trl-qurl[vllm]"),  # TRL imports it all the same
-    ],
-)
-def test_another_package_missing(package, arguments, advice, train, model, monkeypatch, capfd):
+# TRL imports vLLM for a server, too
+MISSING = """\
+llmcompressor => --weight_sync llmcompressor => trl-qurl[llmcompressor]
+math_verify => => trl-qurl[math]
+vllm => --vllm_mode server => trl-qurl[vllm]"""
+
+
+@pytest.mark.parametrize("case", MISSING.splitlines())
+def test_another_package_missing(case, train, model, monkeypatch, capfd):
+    package, arguments, advice = case.split(" =>")
     monkeypatch.setitem(sys.modules, package, None)
-    assert f"pip install '{advice}'" in train(*arguments)
+    said = f"pip install '{advice.strip()}'"
+    assert said in train(*arguments.split())
     if package == "vllm":
         assert cli.main(["serve", str(model)]) == 2
-        assert f"pip install '{advice}'" in capfd.readouterr().err
+        assert said in capfd.readouterr().err
 
 
 # Settings
@@ -90,7 +96,7 @@ def test_an_error_of_transformers_is_one_line(train):
 
 
 def test_questions_that_do_not_fill_a_rollout(train, tmp_path):
-    (tmp_path / "few.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n' * 31)
+    (tmp_path / "few.jsonl").write_text(QUESTION * 31)
     message = train("--dataset", tmp_path / "few.jsonl")
     assert re.search("31 prompts.* needs 32: per_device_train_batch_size=16", message)
 
@@ -99,69 +105,102 @@ def test_tokenizer_without_a_chat_template(train, tmp_path):
     base = save_tiny(tmp_path / "base")
     (base / "model.safetensors").unlink()
     message = train("--model_name_or_path", base)
-    assert all(part in message for part in (str(base), "Instruct", "chat_template"))
+    for part in (str(base), "Instruct", "chat_template"):
+        assert part in message
 
 
 # What engines cannot run
 # --------------------------------------------------------------------------------------------------
 
 
-def amx(monkeypatch):
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True, "amx_tile": True})
-
-
-def ampere(monkeypatch):
-    monkeypatch.setattr("trl_qurl.rollout.checks.hardware.gpu_capability", lambda: (8, 0))
-
-
-def any_hardware(monkeypatch):
-    pass
-
-
 IN_16_BITS = "--quantization_ignore " + " ".join(SIXTEEN_BIT_EXPERTS)
-ADAPTER = (
-    "--use_peft --lora_target_modules q_proj v_proj --weight_sync adapter --smooth_activations "
-    "false"
-)
-FLOAT32 = '--vllm_engine_kwargs {"dtype":"float32"}'
-BFLOAT16 = "dtype='bfloat16', not '{}': set it in vllm_engine_kwargs"
-BACKEND = "transformers backend: set rollout_quantization=None"
-NO_ADAPTER = "weight_sync='auto', no --enable-lora"
-GPT_OSS = "experts of gpt-oss"
-ROUTING = "not of glm4_moe: add 're:"
-SIZES = "not 128 and 80: add 're:"
-CAPABILITY = "compute capability 8.9"
-SERVED_ONLY = (ROUTING, SIZES)  # in a colocated engine, experts stay in 16 bits
-# hardware, family, overrides, arguments of `grpo`, options of `serve`, a part of the error
-NOT_RUN = [
-    (amx, "qwen2", {}, FLOAT32, "--dtype float32", BFLOAT16.format("float32")),
-    (amx, "qwen2", {"dtype": torch.float16}, "--dtype float16", "", BFLOAT16.format("float16")),
-    (amx, "olmo2", {}, "", "", BACKEND),
-    (amx, "qwen2", {}, "--vllm_model_impl transformers", "--model-impl=transformers", BACKEND),
-    (amx, "glm4_moe", {}, "", "", ROUTING),
-    (amx, "qwen3_moe", {"moe_intermediate_size": 80}, "", "", SIZES),
-    (amx, "gpt_oss", {}, "", "", GPT_OSS),
-    (amx, "gpt_oss", {}, IN_16_BITS, f"--ignore {SIXTEEN_BIT_EXPERTS[1]}", GPT_OSS),
-    (amx, "gpt_oss", {}, "--rollout_quantization none", "--scheme none", GPT_OSS),
-    (amx, "mixtral", {}, f"{ADAPTER} {IN_16_BITS}", "--enable-lora", NO_ADAPTER),
-    (ampere, "qwen2", {}, "--rollout_quantization fp8", "--scheme fp8", CAPABILITY),
-    (any_hardware, "mamba", {}, "", "", "MambaForCausalLM"),
-    (any_hardware, "lfm2", {"layer_types": ["conv", "full_attention"]}, "", "", "Lfm2ForCausalLM"),
-    (any_hardware, "qwen2", {"hidden_size": 64, "head_dim": 16}, "", "", "16 wide"),
-]
+# In a colocated engine, these experts stay in 16 bits.
+SERVED_ONLY = {"routing of glm4_moe", "experts 80 wide"}
+NOT_RUN = yaml.safe_load(rf"""
+float32 in the engine:
+  grpo: --vllm_engine_kwargs {{"dtype":"float32"}}
+  serve: --dtype float32
+  error: "dtype='bfloat16', not 'float32': set it in vllm_engine_kwargs"
+float16 in the trainer:
+  dtype: float16
+  grpo: --dtype float16
+  error: "dtype='bfloat16', not 'float16': set it in vllm_engine_kwargs"
+an architecture that vLLM runs by transformers:
+  family: olmo2
+  error: &backend "transformers backend: set rollout_quantization=None"
+transformers on request:
+  grpo: --vllm_model_impl transformers
+  serve: --model-impl=transformers
+  error: *backend
+routing of glm4_moe:
+  family: glm4_moe
+  error: "not of glm4_moe: add 're:"
+experts 80 wide:
+  family: qwen3_moe
+  overrides: {{moe_intermediate_size: 80}}
+  error: "not 128 and 80: add 're:"
+gpt_oss:
+  family: gpt_oss
+  error: experts of gpt-oss
+gpt_oss with experts in 16 bits:
+  family: gpt_oss
+  grpo: {IN_16_BITS}
+  serve: --ignore {SIXTEEN_BIT_EXPERTS[1]}
+  error: experts of gpt-oss
+gpt_oss in 16 bits:
+  family: gpt_oss
+  grpo: --rollout_quantization none
+  serve: --scheme none
+  error: experts of gpt-oss
+adapters of a mixture:
+  family: mixtral
+  grpo: >
+    --use_peft --lora_target_modules q_proj v_proj --weight_sync adapter
+    --smooth_activations false {IN_16_BITS}
+  serve: --enable-lora
+  error: weight_sync='auto', no --enable-lora
+FP8 on Ampere:
+  grpo: --rollout_quantization fp8
+  serve: --scheme fp8
+  error: compute capability 8.9
+recurrent layers:
+  family: mamba
+  error: MambaForCausalLM
+convolutions:
+  family: lfm2
+  overrides: {{layer_types: [conv, full_attention]}}
+  error: Lfm2ForCausalLM
+heads 16 wide:
+  overrides: {{hidden_size: 64, head_dim: 16}}
+  error: 16 wide""")
+
+
+USUAL = {
+    "family": "qwen2",
+    "dtype": "float32",
+    "overrides": {},
+    "grpo": "",
+    "serve": "",
+}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about vLLM's CPU build")
-@pytest.mark.parametrize("case", NOT_RUN)
-def test_what_engines_cannot_run(case, train, tmp_path_factory, monkeypatch, capfd):
-    hardware, family, overrides, arguments, options, error = case
-    hardware(monkeypatch)
+@pytest.mark.parametrize("name", NOT_RUN)
+def test_what_engines_cannot_run(name, train, tmp_path_factory, monkeypatch, capfd):
+    case = USUAL | NOT_RUN[name]
+    error = case["error"]
+    if name == "FP8 on Ampere":
+        monkeypatch.setattr("trl_qurl.rollout.checks.hardware.gpu_capability", lambda: (8, 0))
+    else:
+        cpu = {"avx2": True, "amx_tile": True}
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: cpu)
     monkeypatch.setattr("os.execve", lambda *arguments: pytest.fail("a server was started"))
-    model = tiny_model(family, **MIXTURES.get(family, {}) | overrides)
+    overrides = MIXTURES.get(case["family"], {}) | case["overrides"]
+    model = tiny_model(case["family"], getattr(torch, case["dtype"]), **overrides)
     path = save_tiny(tmp_path_factory.mktemp("model"), CHAT_TEMPLATE, model=model)
-    if error not in SERVED_ONLY:
-        assert error in train("--model_name_or_path", path, *arguments.split())
-    assert cli.main(["serve", str(path), *options.split()]) == 2
+    if name not in SERVED_ONLY:
+        assert error in train("--model_name_or_path", path, *case["grpo"].split())
+    assert cli.main(["serve", str(path), *case["serve"].split()]) == 2
     assert error in capfd.readouterr().err
 
 
@@ -177,24 +216,27 @@ def test_recurrent_layers_that_syncs_update_are_accepted():
 
 def test_no_permission(train, tmp_path):
     message = train("--rollout_checkpoint_dir", "/sys/here")  # where nobody may write
-    assert "/sys/here" in message and "set rollout_checkpoint_dir" in message
+    assert "/sys/here" in message
+    assert "set rollout_checkpoint_dir" in message
 
 
-@pytest.mark.parametrize(
-    ("way", "checkpoints"),
-    [
-        ("stream", 1),  # that the engine starts from
-        ("adapter --use_peft --lora_target_modules all-linear", 1),  # the base
-        ("checkpoint", 2),  # one is written while the engine may still read the other
-    ],
-)
+# how weights are sent, and how many checkpoints are there at once
+WAYS = {
+    "stream": 1,  # that the engine starts from
+    "adapter --use_peft --lora_target_modules all-linear": 1,  # the base
+    "checkpoint": 2,  # one is written while the engine may still read the other
+}
+
+
+@pytest.mark.parametrize(("way", "checkpoints"), WAYS.items())
 def test_room_is_needed_for_the_checkpoints_of_one_moment(way, checkpoints, train, monkeypatch):
     weights = stream_of(tiny_model(), SCHEMES["int8"]).nbytes()
     usage = shutil.disk_usage("/")._replace(free=checkpoints * weights - 1)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     message = train("--rollout_quantization", "int8", "--weight_sync", *way.split())
-    needed = re.search(r"(\S+) GB are needed", message)
-    assert float(needed[1]) * 1e9 == pytest.approx(checkpoints * weights, rel=5e-3)
+    [gigabytes] = re.findall(r"(\S+) GB are needed", message)
+    needed = checkpoints * weights / 1e9
+    assert float(gigabytes) == pytest.approx(needed, rel=5e-3)
 
 
 # The server
@@ -209,42 +251,66 @@ def test_no_server(train):
     assert re.search(expected, message)
 
 
-RANK_9 = "--use_peft --lora_r 9 --lora_target_modules all-linear"
-NONE = "accepts no adapters, but this one has rank 9"
-UP_TO_8 = "adapters up to rank 8, but this one has rank 9"
-START = "`trl-qurl serve MODEL --scheme w4a16 --enable-lora --max-lora-rank 16`"
-RESTART = "Restart it with `trl-qurl serve MODEL --scheme w4a16`"
-WITHOUT = "start it without --enable-lora"
-FIRST = "first model.layers.0.mlp.down_proj.weight_scale (w4a16, shape [128, 1] here and "
-FORMAT = f"{FIRST}w8a16, shape [128, 1] there)"
-CACHE = ["--kv-cache-dtype", "'int8_per_token_head'"]
-FILES = "--weight_sync checkpoint"
-# the server's format, cache and rank, arguments of `grpo`, parts of the error
-OTHER_SERVERS = {
-    "unquantized": (None, "auto", 0, "", [f"{FIRST}none there)", RESTART]),
-    "packed in another width": ("w8a16", "auto", 0, "", [FORMAT, RESTART]),
-    "cache": ("w4a16", "int8_per_token_head", 0, "", CACHE),
-    "no adapters": ("w4a16", "auto", 0, f"{RANK_9} --weight_sync adapter", [NONE, START]),
-    "rank": ("w4a16", "auto", 8, f"{RANK_9} --weight_sync adapter", [UP_TO_8, START]),
-    "rank, merged": ("w4a16", "auto", 8, RANK_9, [UP_TO_8, WITHOUT]),
-    "checkpoint": ("w4a16", "auto", 16, f"{RANK_9} {FILES}", ["weight_sync='checkpoint'", WITHOUT]),
-    "policy without an adapter": ("w4a16", "auto", 16, "", ["peft_config", WITHOUT]),
-}
+# the server's format, and its cache and rank if not the defaults; arguments of `grpo`; parts of
+# the error
+OTHER_SERVERS = yaml.safe_load("""
+unquantized:
+  format: null
+  error:
+  - first model.layers.0.mlp.down_proj.weight_scale
+    (w4a16, shape [128, 1] here and none there)
+  - &restart Restart it with `trl-qurl serve MODEL --scheme w4a16`
+packed in another width:
+  format: w8a16
+  error:
+  - first model.layers.0.mlp.down_proj.weight_scale
+    (w4a16, shape [128, 1] here and w8a16, shape [128, 1] there)
+  - *restart
+cache:
+  cache: int8_per_token_head
+  error: [--kv-cache-dtype, "'int8_per_token_head'"]
+no adapters:
+  grpo: --use_peft --lora_r 9 --lora_target_modules all-linear --weight_sync adapter
+  error:
+  - accepts no adapters, but this one has rank 9
+  - &start "`trl-qurl serve MODEL --scheme w4a16 --enable-lora --max-lora-rank 16`"
+rank:
+  rank: 8
+  grpo: --use_peft --lora_r 9 --lora_target_modules all-linear --weight_sync adapter
+  error: [&rank "adapters up to rank 8, but this one has rank 9", *start]
+rank, merged:
+  rank: 8
+  grpo: --use_peft --lora_r 9 --lora_target_modules all-linear
+  error: [*rank, &without start it without --enable-lora]
+checkpoint:
+  rank: 16
+  grpo: --use_peft --lora_r 9 --lora_target_modules all-linear --weight_sync checkpoint
+  error: [weight_sync='checkpoint', *without]
+policy without an adapter:
+  rank: 16
+  error: [peft_config, *without]""")
 
 
 @pytest.mark.parametrize("name", OTHER_SERVERS)
 def test_server_that_was_started_for_another_run(name, train, tmp_path_factory, monkeypatch):
-    scheme, cache, rank, arguments, parts = OTHER_SERVERS[name]
+    case = {
+        "format": "w4a16",
+        "cache": "auto",
+        "rank": 0,
+        "grpo": "",
+        **OTHER_SERVERS[name],
+    }
     checkpoint = None
-    if scheme is not None:
+    if case["format"] is not None:
         checkpoint = tmp_path_factory.mktemp("started") / "model"
-        write_checkpoint(tiny_model(), None, scheme, checkpoint)
-    server = FakeServer(checkpoint, rank)
-    server.vllm_config.cache_config.cache_dtype = cache
+        write_checkpoint(tiny_model(), None, case["format"], checkpoint)
+    server = FakeServer(checkpoint, case["rank"])
+    server.vllm_config.cache_config.cache_dtype = case["cache"]
     monkeypatch.setattr(QuantizedVLLMGeneration, "_engine_class", server.client_class())
     connection = f"--vllm_mode server --vllm_server_base_url {URL} --rollout_quantization w4a16"
-    message = train(*connection.split(), *arguments.split())
-    assert all(part in message for part in parts), message
+    message = train(*connection.split(), *case["grpo"].split())
+    for part in case["error"]:
+        assert part in message
 
 
 def test_server_on_another_base(tmp_path):
@@ -272,25 +338,23 @@ def test_server_that_cannot_load_weights(error):
         server.client().init_communicator("cpu")
 
 
-NCCL = {"backend": "nccl"}
+STREAMS = yaml.safe_load("""
+- [nccl, GPU-2, null]
+- [nccl, null, null]
+- [nccl, GPU-1, the trainer's GPU]
+- [null, GPU-2, --weight-transfer-config]""")
 
 
-@pytest.mark.parametrize(
-    ("transfer", "server_gpu", "obstacle"),
-    [
-        (NCCL, "GPU-2", ""),
-        (NCCL, None, ""),
-        (NCCL, "GPU-1", "the trainer's GPU"),
-        (None, "GPU-2", "--weight-transfer-config"),
-    ],
-)
-def test_why_weights_are_not_streamed(transfer, server_gpu, obstacle, monkeypatch):
+@pytest.mark.parametrize(("backend", "server_gpu", "obstacle"), STREAMS)
+def test_why_weights_are_not_streamed(backend, server_gpu, obstacle, monkeypatch):
     monkeypatch.setattr(wire, "gpu_uuid", lambda: server_gpu and "GPU-1")
     monkeypatch.setattr(worker, "gpu_uuid", lambda: server_gpu)
     server = FakeServer()
-    server.config["weight_transfer_config"] = transfer
+    server.config["weight_transfer_config"] = backend and {"backend": backend}
     client = server.client()
     client.init_communicator()
-    found = client.stream_obstacle or ""
-    assert obstacle in found and bool(obstacle) == bool(found)
+    if obstacle:
+        assert obstacle in client.stream_obstacle
+    else:
+        assert not client.stream_obstacle
     assert "/server_info" not in server.asked, "it takes vLLM seconds"

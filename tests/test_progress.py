@@ -1,12 +1,12 @@
 """The line that a run prints per step, and the one during a long step."""
 
-import math
 import re
 import threading
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
+import yaml
 from transformers import (
     DefaultFlowCallback,
     PrinterCallback,
@@ -20,15 +20,21 @@ from trl_qurl import QuRLGRPOConfig
 from trl_qurl.lab import progress
 from trl_qurl.lab.progress import StepLineCallback, live_line, step_line, use_step_lines
 
-ROW = {
-    "loss": 0.01,
-    "grad_norm": 0.4,
-    "reward": 0.5123,
-    "completions/clipped_ratio": 0.1172,
-    "mismatch/kl_k3": 0.00123,
-    "clip_ratio/region_mean": 0.0161,
-    "epoch": 0.05,
-}
+# of two updates, one without a norm, a critic, an evaluation, the end, and a user's own
+ROWS = yaml.safe_load("""
+- loss: 0.01
+  grad_norm: 0.4
+  reward: 0.5123
+  completions/clipped_ratio: 0.1172
+  mismatch/kl_k3: 0.00123
+  clip_ratio/region_mean: 0.0161
+  epoch: 0.05
+- {loss: 0.0, grad_norm: 0.1, reward: null, clip_ratio/region_mean: 0.0}
+- {loss: 0.0, grad_norm: .nan, reward: null, clip_ratio/region_mean: 0.0}
+- {critic/explained_variance: -0.001}
+- {eval_sums/actor_avg@1: 0.4567, epoch: 0}
+- {train_runtime: 93784.0, train_loss: 0.0}
+- {my/number: 0.12345, text: x, epoch: 1.0}""")
 
 LINES = """\
   12/1740  reward 0.512  KL 1e-03  clip 1.6%  cut 12%  24.1 s/step  left 11:34:05
@@ -41,17 +47,8 @@ LINES = """\
 
 
 def test_a_line_shows_what_there_is():
-    update = {"loss": 0.0, "grad_norm": 0.1, "reward": None, "clip_ratio/region_mean": 0.0}
-    rows = [
-        ROW,
-        update,
-        update | {"grad_norm": math.nan},
-        {"critic/explained_variance": -0.001},
-        {"eval_sums/actor_avg@1": 0.4567, "epoch": 0},
-        {"train_runtime": 93784.0, "train_loss": 0.0},
-        {"my/number": 0.12345, "text": "x", "epoch": 1.0},
-    ]
-    assert "\n".join(step_line(row, 12, 1740, 24.1) for row in rows) == LINES
+    lines = [step_line(row, 12, 1740, 24.1) for row in ROWS]
+    assert "\n".join(lines) == LINES
     assert step_line({"eval_reward": 0.25}, 0, 0) == "before training  eval  reward 0.250"
 
 
@@ -68,7 +65,7 @@ def log(monkeypatch, capsys):
         callback.on_train_begin(args, state, control)
         for _ in range(2):
             state.global_step += 1
-            callback.on_log(args, state, control, logs=dict(ROW))
+            callback.on_log(args, state, control, logs=dict(ROWS[0]))
         lines = capsys.readouterr().out.splitlines()
         return [line.replace("  reward 0.512  KL 1e-03  clip 1.6%  cut 12%", "") for line in lines]
 

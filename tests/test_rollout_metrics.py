@@ -24,19 +24,21 @@ def test_mismatch_by_hand():
     behavior = torch.tensor([[0.0, 0.0, 0.0, math.nan, math.nan]])
     mask = torch.tensor([[1, 1, 0, 1, 1]])
     metrics = mismatch_metrics(*mismatch_sums(proximal, behavior, mask, cap=2.0))
-    assert metrics["mismatch/kl_k1"] == pytest.approx(-math.log(2) / 2)  # -(ln 4 + ln 1/2) / 2
-    # k3: (4 - 1 - ln 4 + 1/2 - 1 - ln 1/2) / 2 = (2.5 - ln 2) / 2
-    assert metrics["mismatch/kl_k3"] == pytest.approx((2.5 - math.log(2)) / 2)
-    assert metrics["mismatch/ratio_mean"] == pytest.approx(2.25)
-    assert metrics["mismatch/ratio_max"] == pytest.approx(4.0)
-    assert metrics["mismatch/capped_share"] == 0.5
-    assert metrics["mismatch/invalid_share"] == 0.5
-    assert metrics["mismatch/ess"] == pytest.approx(4.5**2 / (2 * 16.25))  # (Σρ)² / (n Σρ²)
-    # The error, sqrt(Σ k3²) / n, of k3 = 3 - ln 4 and ln 2 - 1/2.
-    assert metrics["mismatch/kl_k3_error"] == pytest.approx(
-        math.hypot(3 - math.log(4), math.log(2) - 0.5) / 2
-    )
-    assert metrics["mismatch/tokens"] == 2
+    expected = {
+        "tokens": 2,
+        "kl_k1": -math.log(2) / 2,  # -(ln 4 + ln 1/2) / 2
+        "kl_k3": (2.5 - math.log(2)) / 2,  # (4 - 1 - ln 4 + 1/2 - 1 - ln 1/2) / 2
+        # sqrt(Σ k3²) / n, of k3 = 3 - ln 4 and ln 2 - 1/2
+        "kl_k3_error": math.hypot(3 - math.log(4), math.log(2) - 0.5) / 2,
+        "ratio_mean": 2.25,
+        "ratio_max": 4.0,
+        "capped_share": 0.5,
+        "contradicted_share": 0.0,
+        "invalid_share": 0.5,
+        "ess": 4.5**2 / (2 * 16.25),  # (Σρ)² / (n Σρ²)
+    }
+    named = {f"mismatch/{name}": value for name, value in expected.items()}
+    assert metrics == pytest.approx(named)
 
 
 def test_contradicted_tokens_by_hand():
@@ -57,8 +59,8 @@ def test_a_small_kl_keeps_its_digits(size):
     behavior = torch.full((8, 512), -0.125)
     proximal = behavior + size * torch.linspace(-1, 1, 8 * 512).view(8, 512)
     everywhere = torch.ones(8, 512, dtype=torch.bool)
-    log_ratios = (proximal.double() - behavior.double()).flatten().tolist()
-    expected = sum(x * x / 2 + x**3 / 6 for x in log_ratios) / len(log_ratios)
+    x = proximal.double() - behavior.double()
+    expected = (x**2 / 2 + x**3 / 6).mean().item()
     tally = MismatchTally(Accelerator(cpu=True))
     tally.add(proximal, behavior, everywhere, cap=2.0)
     assert tally.pop()["mismatch/kl_k3"] == pytest.approx(expected, rel=1e-4)
@@ -70,7 +72,7 @@ def test_a_log_probability_without_bounds_leaves_numbers():
     # below vLLM's stand-in for -inf, and no number of a sampled token
     behavior = torch.tensor([[-0.5, -5000.0]])
     tally = MismatchTally(Accelerator(cpu=True))
-    tally.add(torch.full((1, 2), -0.5), behavior, torch.ones(1, 2, dtype=torch.bool), cap=2.0)
+    tally.add(torch.full_like(behavior, -0.5), behavior, behavior < 0, cap=2.0)
     assert all(math.isfinite(value) for value in tally.pop().values())
 
 
@@ -96,36 +98,32 @@ def samples_of(prompts, completions, behavior_logps):
 
 def test_samples_are_scored_as_the_policy_finds_them():
     policy = tiny_model(attention_dropout=0.5).train()
-    prompts, completions = [[7, 8, 9], [5], [6, 7]], [[12, 13], [], [30]]
+    prompts = [[7, 8, 9], [5], [6, 7]]
+    completions = [[12, 13], [], [30]]
     behavior = [[-2.0, math.nan], [], [-9999.0]]  # -9999: a server's stand-in for -inf
     samples = samples_of(prompts, completions, behavior)
     scored = list(scored_samples(trainer_of(policy, temperature=0.7), samples))
     assert policy.training, "the pass left the policy in evaluation mode"
-    torch.testing.assert_close(
-        scored[0].behavior_logps, torch.tensor([[-2.0, math.nan]]), equal_nan=True
-    )
+    assert scored[0].behavior_logps[0].tolist() == pytest.approx([-2.0, math.nan], nan_ok=True)
     assert scored[2].behavior_logps.isnan().all()
     for prompt, completion, each in zip(prompts, completions, scored, strict=True):
         logits = policy.eval()(torch.tensor([prompt + completion])).logits[0] / 0.7
-        expected = [
-            logits[len(prompt) - 1 + place].log_softmax(-1)[token].item()
-            for place, token in enumerate(completion)
-        ]
-        assert each.proximal_logps[0].tolist() == pytest.approx(expected, abs=1e-5)
+        log_probs = logits.log_softmax(-1)[len(prompt) - 1 :]
+        expected = log_probs[range(len(completion)), completion]
+        torch.testing.assert_close(each.proximal_logps[0], expected, rtol=0, atol=1e-5)
         assert each.mask.all()
 
 
 def test_a_few_samples_of_different_prompts_are_scored(monkeypatch):
     monkeypatch.setattr(module, "SCORED_TOKENS", 3)
-    count = 4 * module.SCORED_SAMPLES  # four completions per prompt
-    prompts = [[3 + number // 4] for number in range(count)]
-    completions = [[4 + number] * 5 for number in range(count)]
-    behavior = [[-float(number)] * 5 for number in range(count)]
+    numbers = range(4 * module.SCORED_SAMPLES)  # four completions per prompt
+    prompts = [[3 + number // 4] for number in numbers]
+    completions = [[4 + number] * 5 for number in numbers]
+    behavior = [[-float(number)] * 5 for number in numbers]
     samples = samples_of(prompts, completions, behavior)
     scored = list(scored_samples(trainer_of(tiny_model()), samples))
-    assert len(scored) == module.SCORED_SAMPLES
     assert [each.behavior_logps[0].tolist() for each in scored] == [
-        [-float(number)] * 3 for number in range(0, count, 4)
+        [-float(number)] * 3 for number in numbers[::4]
     ]
 
 

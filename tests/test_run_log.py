@@ -61,7 +61,12 @@ SECRETS = {
 
 
 def test_no_text_is_logged_but_that_of_settings_on_a_list(tmp_path):
-    kept = {"rollout_quantization": {"re:.*": "int8"}, "objective": "tis", "seed": 1, "beta": None}
+    kept = {
+        "rollout_quantization": {"re:.*": "int8"},
+        "objective": "tis",
+        "seed": 1,
+        "beta": None,
+    }
     rows = [{"step": 1, "note": "s3cr3t"}]
     write(tmp_path / RUN_LOG, rows, kept | SECRETS, rows)
     assert read_run(tmp_path / RUN_LOG).settings == kept
@@ -70,9 +75,10 @@ def test_no_text_is_logged_but_that_of_settings_on_a_list(tmp_path):
 
 def test_every_setting_of_ours_is_logged(tmp_path):
     config = QuRLGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, dynamic_sampling=True)
-    theirs = {field.name for field in fields(GRPOConfig)}
-    ours = {field.name for field in fields(config)} - theirs
-    write(tmp_path / RUN_LOG, [], config.to_dict() | dict.fromkeys(NOT_LOGGED, "s3cr3t"))
+    settings = config.to_dict()
+    ours = settings.keys() - {field.name for field in fields(GRPOConfig)}
+    settings |= dict.fromkeys(NOT_LOGGED, "s3cr3t")
+    write(tmp_path / RUN_LOG, [], settings)
     assert ours - read_run(tmp_path).settings.keys() == NOT_LOGGED
 
 
@@ -91,12 +97,10 @@ def test_two_runs_do_not_share_a_directory(warm_python, tmp_path):
     command = [warm_python, "-c", RUNS_UNTIL_KILLED, path]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
         trainer = int(run.stdout.readline())
-        refused = pytest.raises(
-            RuntimeError, match=f"Another run .* {tmp_path}, .*another output_dir"
-        )
-        with refused:
+        said = f"Another run .* {tmp_path}, .*another output_dir"
+        with pytest.raises(RuntimeError, match=said):
             check_unused(tmp_path)
-        with refused:
+        with pytest.raises(RuntimeError, match=said):
             begin_log(path, {"seed": 2})
         assert read_run(path).settings == {"seed": 1}
         os.kill(trainer, signal.SIGKILL)
@@ -108,26 +112,32 @@ def test_two_runs_do_not_share_a_directory(warm_python, tmp_path):
 def test_a_new_run_renames_the_old_log(tmp_path):
     for reward in (0.1, 0.2, 0.3):
         write(tmp_path / RUN_LOG, [{"step": 1, "reward": reward}])
-    rewards = [
-        read_run(tmp_path / name).rows[0]["reward"]
-        for name in ("run-1.jsonl", "run-2.jsonl", RUN_LOG)
-    ]
-    assert rewards == [0.1, 0.2, 0.3]
+    assert read_run(tmp_path / "run-1.jsonl").series("reward") == [(1, 0.1)]
+    assert read_run(tmp_path / "run-2.jsonl").series("reward") == [(1, 0.2)]
+    assert read_run(tmp_path / RUN_LOG).series("reward") == [(1, 0.3)]
 
 
-@pytest.mark.parametrize(
-    "damage", [b"\0\0\xff", b'{"step": 2, "rew', b"[1]", b'{"reward": 1}', b'{"step": "2"}']
-)
+DAMAGED = b"""\
+\0\0\xff
+{"step": 2, "rew
+[1]
+{"reward": 1}
+{"step": "2"}"""
+
+
+@pytest.mark.parametrize("damage", DAMAGED.split(b"\n"))
 def test_a_damaged_line_is_refused_and_does_not_stop_a_resume(damage, tmp_path):
     path = tmp_path / RUN_LOG
     write(path, FOUR)
     lines = path.read_bytes().split(b"\n")
-    path.write_bytes(b"\n".join([*lines[:2], damage, *lines[3:]]))
+    lines[2] = damage
+    path.write_bytes(b"\n".join(lines))
     with pytest.raises(ValueError, match="is damaged"):
         read_run(path)
     write(path, [{"step": 4, "reward": 0.7}], {"seed": 2}, FOUR[2:3])
     run = read_run(path)
-    assert run.series("reward") == [(3, 0.3), (4, 0.7)] and run.settings == {"seed": 2}
+    assert run.series("reward") == [(3, 0.3), (4, 0.7)]
+    assert run.settings == {"seed": 2}
 
 
 @pytest.mark.parametrize("first", [True, False])

@@ -1,5 +1,6 @@
 """`save_quantized`: what vLLM starts from is what was trained, and training does not notice."""
 
+import copy
 import json
 import os
 import re
@@ -8,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
 from accelerate import PartialState
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
@@ -24,7 +26,7 @@ from trl_qurl.rollout.routes import AdapterRoute
 from trl_qurl.trainers.engine import QuantizedEngineMixin
 from trl_qurl.trainers.saving import read_in_main_process
 
-KINDS = {"full": "GRPO", "lora": "PPO"}
+KINDS = ("full", "lora")  # of GRPO, and of PPO
 
 engines = [
     pytest.mark.vllm,
@@ -70,18 +72,13 @@ class TestRuns:
         assert not re.search("lora|base_layer|score", " ".join(names))
 
     def test_a_push_uploads_the_policy_its_card_and_its_log(self, kind, saved):
-        wanted = {
-            "README.md",
-            "tokenizer.json",
-            "chat_template.jinja",
-            "training_args.bin",
-            "run.jsonl",
-            "model.safetensors" if kind == "full" else "adapter_model.safetensors",
+        wanted = "README.md tokenizer.json chat_template.jinja training_args.bin run.jsonl"
+        weights = {
+            "full": "model.safetensors",
+            "lora": "adapter_model.safetensors critic/model.safetensors",
         }
-        if kind == "lora":
-            wanted |= {"critic/model.safetensors"}
         pushed = saved[1][kind]["pushed"]
-        assert wanted <= set(pushed)
+        assert {*wanted.split(), *weights[kind].split()} <= set(pushed)
         assert not re.search("optimizer|rollout_state", " ".join(pushed))
 
     def test_every_metric_reaches_tensorboard(self, kind, saved):
@@ -92,8 +89,10 @@ class TestRuns:
         [directory] = (saved[0] / kind / "runs").iterdir()
         accumulator = events.EventAccumulator(str(directory))
         accumulator.Reload()
-        updates = [row for row in saved[1][kind]["history"] if "loss" in row]
-        logged = {f"train/{name}" for name in set().union(*updates) - {"step"}}
+        logged = set()
+        for row in saved[1][kind]["history"]:
+            if "loss" in row:
+                logged |= {f"train/{name}" for name in row.keys() - {"step"}}
         assert len(logged) > 30
         assert logged <= set(accumulator.Tags()["scalars"])
 
@@ -101,7 +100,8 @@ class TestRuns:
 @pytest.mark.vllm
 @pytest.mark.xdist_group("saving")
 def test_training_goes_on_as_if_nothing_had_been_saved(saved):
-    record, unsaved = saved[1]["full"], saved[1]["full unsaved"]
+    record = saved[1]["full"]
+    unsaved = saved[1]["full unsaved"]
     assert metrics_by_step(record) == metrics_by_step(unsaved)
     assert record["probe"] == unsaved["probe"]
 
@@ -113,32 +113,34 @@ def test_what_lies_beside_the_weights(saved):
     chat = [{"role": "user", "content": "Ab2"}]
     assert tokenizer.apply_chat_template(chat, tokenize=False) == "Ab2"
     assert GenerationConfig.from_pretrained(saved[0] / "full-int8").eos_token_id == [1]
-    texts = [path for path in saved[0].rglob("*") if path.suffix in (".jsonl", ".json", ".md")]
-    assert {path.name for path in texts} >= {"run.jsonl", "README.md", "config.json"}
-    assert not [path for path in texts if "hf_secret" in path.read_text()]
+    names = set()
+    for path in saved[0].rglob("*"):
+        if path.suffix in (".jsonl", ".json", ".md"):
+            names.add(path.name)
+            assert "hf_secret" not in path.read_text()
+    assert names >= {"run.jsonl", "README.md", "config.json"}
 
 
 # Where it may be written
 # ---------------------------------------------------------------------------------------------
 
 
+def test_nothing_and_a_quantized_checkpoint_are_replaced(tmp_path):
+    check_replaceable(tmp_path)
+    (tmp_path / "config.json").write_text('{"quantization_config": {}}')
+    check_replaceable(tmp_path)
+
+
 @pytest.mark.parametrize(
-    ("contents", "is_replaced"),
+    ("name", "text"),
     [
-        ({}, True),
-        ({"config.json": '{"quantization_config": {}}'}, True),
-        ({"thesis.tex": ""}, False),
-        ({"config.json": "{}"}, False),
-        ({"config.json": "no"}, False),
+        ("thesis.tex", ""),
+        ("config.json", "{}"),
+        ("config.json", "no"),
     ],
 )
-def test_nothing_but_a_quantized_checkpoint_is_replaced(contents, is_replaced, tmp_path):
-    for name, text in contents.items():
-        (tmp_path / name).write_text(text)
-    if is_replaced:
-        check_replaceable(tmp_path)
-        return
-    [name] = contents
+def test_nothing_but_a_quantized_checkpoint_is_replaced(name, text, tmp_path):
+    (tmp_path / name).write_text(text)
     with pytest.raises(FileExistsError, match=rf"{name}.*not a quantized checkpoint: choose"):
         write_checkpoint(tiny_model(), None, "int8", tmp_path)
     assert os.listdir(tmp_path) == [name]
@@ -218,7 +220,8 @@ def trainer(tmp_path):
     )
     model = get_peft_model(tiny_model(), lora)
     trainer = QuantizedEngineMixin.__new__(QuantizedEngineMixin)
-    trainer.model, trainer.hub_model_id = model, None
+    trainer.model = model
+    trainer.hub_model_id = None
     trainer.args = SimpleNamespace(
         rollout_quantization="w4a16",
         quantization_ignore=["lm_head"],
@@ -240,15 +243,11 @@ def test_an_adapter_lies_beside_its_base(trainer):
     trainer.vllm_generation.weights.grid = torch.bfloat16
     directory = trainer.save_quantized()
     write_checkpoint(tiny_model(), None, "w4a16", directory.with_name("base"))
-    torch.testing.assert_close(
-        weights_of(directory), weights_of(directory.with_name("base")), rtol=0, atol=0
-    )
+    base = weights_of(directory.with_name("base"))
+    torch.testing.assert_close(weights_of(directory), base, rtol=0, atol=0)
     assert config_of(directory)["quantization_config"]["format"] == "pack-quantized"
     assert config_of(directory)["dtype"] == "bfloat16", "as it was trained"
-    assert {path.name for path in (directory / "adapter").iterdir()} >= {
-        "adapter_config.json",
-        "adapter_model.safetensors",
-    }
+    assert (directory / "adapter" / "adapter_model.safetensors").exists()
     adapted = PeftModel.from_pretrained(tiny_model(), directory / "adapter")
     merged = adapted.merge_and_unload().state_dict()
     for name, weight in model_parameters(trainer.model, merges=True):
@@ -266,48 +265,62 @@ def test_a_base_that_is_gone_is_an_error_in_all_processes(trainer, processes, tm
 EXACT = ["lm_head", "re:.*down_proj"]
 
 
-@pytest.mark.parametrize(
-    "choice", [{"merge": True}, {"formats": "fp8", "ignore": EXACT}, {"ignore": EXACT}], ids=str
-)
+CHOICES = [
+    {"merge": True},
+    {"formats": "fp8", "ignore": EXACT},
+    {"ignore": EXACT},
+]
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
 def test_an_adapter_is_merged_where_that_is_asked_for_or_the_base_is_another(choice, trainer):
-    before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+    before = copy.deepcopy(trainer.model.state_dict())
     beside = weights_of(trainer.save_quantized())
     directory = trainer.save_quantized(f"{trainer.args.output_dir}-merged", **choice)
     assert not (directory / "adapter").exists()
     weights = weights_of(directory)
     query = "model.layers.0.self_attn.q_proj.weight_scale"
     assert not torch.equal(weights[query], beside[query]), "the adapter is nowhere"
-    assert config_of(directory)["quantization_config"]["ignore"] == choice.get(
-        "ignore", ["lm_head"]
-    )
+    ignored = config_of(directory)["quantization_config"]["ignore"]
+    assert ignored == choice.get("ignore", ["lm_head"])
     eight_bits = [each for each in weights.values() if each.dtype == torch.float8_e4m3fn]
     # Six of a layer's seven projections, in two layers.
     assert len(eight_bits) == (12 if "formats" in choice else 0)
-    after = trainer.model.state_dict()
-    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    torch.testing.assert_close(trainer.model.state_dict(), before, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("formats", "path", "choice", "error", "named"),
-    [
-        ("w4a16", ".", {}, FileExistsError, "thesis.*would be replaced.*not a quantized"),
-        ("w4a16", "new", {"formats": {}}, ValueError, "formats is {}.*one of int8"),
-        ("w4a16", "new", {"ignore": ["re:.*"]}, ValueError, r"re:\.\*.*narrow the patterns"),
-        (None, "new", {}, ValueError, "formats is None.*int8, fp8"),
-        ("w4a16", "thesis/new", {}, OSError, "Not a directory.*output_dir of save_quantized"),
-    ],
-)
-def test_mistakes_are_named_with_the_way_out(
-    formats, path, choice, error, named, trainer, tmp_path
-):
-    trainer.args.rollout_quantization = formats
+MISTAKES = yaml.safe_load(r"""
+a directory of something else:
+  path: .
+  error: 'FileExistsError: .*thesis.*would be replaced.*not a quantized'
+no formats:
+  choice: {formats: {}}
+  error: 'ValueError: .*formats is {}.*one of int8'
+nothing to quantize:
+  choice: {ignore: ["re:.*"]}
+  error: 'ValueError: .*re:\.\*.*narrow the patterns'
+unquantized rollouts:
+  formats: null
+  error: 'ValueError: .*formats is None.*int8, fp8'
+a path through a file:
+  path: thesis/new
+  error: 'Error: .*Not a directory.*output_dir of save_quantized'""")
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_named_with_the_way_out(name, trainer, tmp_path):
+    mistake = {"formats": "w4a16", "path": "new", "choice": {}} | MISTAKES[name]
+    trainer.args.rollout_quantization = mistake["formats"]
     (tmp_path / "thesis").write_text("")
-    with pytest.raises(error, match=f"(?s){named}"):
-        trainer.save_quantized(tmp_path / path, **choice)
+    with pytest.raises((OSError, ValueError)) as caught:
+        trainer.save_quantized(tmp_path / mistake["path"], **mistake["choice"])
+    said = f"{type(caught.value).__name__}: {caught.value}"
+    assert re.search(mistake["error"], said, re.DOTALL)
 
 
 def test_formats_in_another_order_and_one_pattern_to_ignore_are_as_asked(trainer):
-    first, second = {"re:.*layers.0.": "w4a16"}, {"re:.*down_proj": "int8"}
+    first = {"re:.*layers.0.": "w4a16"}
+    second = {"re:.*down_proj": "int8"}
     trainer.args.rollout_quantization = first | second
     trainer.vllm_generation.weights = stream_of(trainer.model, first | second)
     trainer.vllm_generation.weights.grid = torch.bfloat16
@@ -315,7 +328,6 @@ def test_formats_in_another_order_and_one_pattern_to_ignore_are_as_asked(trainer
     directory = trainer.save_quantized(f"{trainer.args.output_dir}-order", second | first)
     assert config_of(directory)["dtype"] == "bfloat16", "as it was trained"
     assert weights_of(directory)[f"{layer}.weight"].dtype == torch.int8
-    directory = trainer.save_quantized(
-        f"{trainer.args.output_dir}-kept", "int8", ignore="re:.*(down_proj|lm_head)"
-    )
+    kept = f"{trainer.args.output_dir}-kept"
+    directory = trainer.save_quantized(kept, "int8", ignore="re:.*(down_proj|lm_head)")
     assert f"{layer}.weight_scale" not in weights_of(directory)

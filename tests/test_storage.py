@@ -16,23 +16,32 @@ from trl_qurl.quantization.files import CACHE_VARIABLE, cached, new_directory
 from trl_qurl.quantization.storage import write_tensors
 
 
+def tree(path):
+    """What is below a directory, hidden or not."""
+    return sorted(str(below.relative_to(path)) for below in path.rglob("*"))
+
+
+def make_empty(path):
+    with new_directory(path):
+        pass
+
+
 def test_a_directory_appears_or_is_replaced_only_when_complete(tmp_path):
     for text in ("old", "new"):
         with new_directory(tmp_path / "final") as draft:
             (draft / text).write_text(text)
             assert (tmp_path / "final" / text).exists() is False
-        assert os.listdir(tmp_path) == ["final"] and os.listdir(tmp_path / "final") == [text]
+        assert tree(tmp_path) == ["final", f"final/{text}"]
     with pytest.raises(KeyError), new_directory(tmp_path / "final") as draft:
         (draft / "failed").write_text("half")
         raise KeyError
-    assert os.listdir(tmp_path) == ["final"] and os.listdir(tmp_path / "final") == ["new"]
+    assert tree(tmp_path) == ["final", "final/new"]
 
 
 def test_permissions_follow_the_umask(tmp_path):
     before = os.umask(0o027)
     try:
-        with new_directory(tmp_path / "final"):
-            pass
+        make_empty(tmp_path / "final")
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "final").stat().st_mode) == 0o750
@@ -43,10 +52,11 @@ def test_shards_hold_every_tensor_once(tmp_path):
     tensors = {f"t{i}": torch.full((16,), float(i)) for i in range(5)}
     write_tensors(tensors.items(), tmp_path, shard_bytes=100)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    places = index["weight_map"]
     assert index["metadata"]["total_size"] == 5 * 64
-    assert sorted(index["weight_map"]) == sorted(tensors)
-    assert len(set(index["weight_map"].values())) == 3
-    for name, file in index["weight_map"].items():
+    assert places.keys() == tensors.keys()
+    assert len({*places.values()}) == 3
+    for name, file in places.items():
         assert torch.equal(load_file(tmp_path / file)[name], tensors[name])
 
 
@@ -58,7 +68,7 @@ def test_a_tensor_may_change_after_it_was_taken(tmp_path):
         tensor.zero_()
 
     write_tensors(stream(), tmp_path)
-    assert load_file(tmp_path / "model.safetensors")["t"].tolist() == [1.0] * 4
+    assert load_file(tmp_path / "model.safetensors")["t"].tolist() == [1, 1, 1, 1]
 
 
 def test_a_full_disk_is_one_clear_error_and_leaves_nothing(tmp_path):
@@ -86,7 +96,8 @@ def writing(path):
     process.start()
     deadline = time.monotonic() + 30
     while not list(path.parent.glob(".*/*/half")):
-        assert process.is_alive() and time.monotonic() < deadline
+        assert process.is_alive()
+        assert time.monotonic() < deadline
         time.sleep(0.01)
     return process
 
@@ -101,16 +112,15 @@ def end(process, number):
 def test_a_process_that_is_asked_to_end_leaves_nothing(number, tmp_path):
     process = writing(tmp_path / "final")
     end(process, number)
-    assert process.exitcode == 128 + number and not os.listdir(tmp_path)
+    assert process.exitcode == 128 + number
+    assert not os.listdir(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["final", "final[1]"])
 def test_what_a_killed_process_left_goes_with_the_next_one(name, tmp_path):
     process = writing(tmp_path / name)
     make_empty(tmp_path / "another")
-    assert len(list(tmp_path.glob(".*/*/half"))) == 1, (
-        "it was taken from another directory's writer"
-    )
+    assert [*tmp_path.glob(".*/*/half")], "it was taken from another directory's writer"
     end(process, signal.SIGKILL)
     make_empty(tmp_path / name)
     assert set(os.listdir(tmp_path)) == {name, "another"}
@@ -121,12 +131,7 @@ def test_of_two_that_write_at_once_the_first_fails(tmp_path):
     with pytest.raises(OSError, match="final cannot be written"), new_directory(path):
         make_empty(path)
         (path / "second").touch()
-    assert os.listdir(tmp_path) == ["final"] and os.listdir(path) == ["second"]
-
-
-def make_empty(path):
-    with new_directory(path):
-        pass
+    assert tree(tmp_path) == ["final", "final/second"]
 
 
 def test_an_old_directory_comes_back_if_it_cannot_be_replaced(tmp_path, monkeypatch):
@@ -140,9 +145,9 @@ def test_an_old_directory_comes_back_if_it_cannot_be_replaced(tmp_path, monkeypa
         replace(source, target)
 
     monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(OSError, match="no room"), new_directory(tmp_path / "final"):
-        pass
-    assert os.listdir(tmp_path) == ["final"] and os.listdir(tmp_path / "final") == ["old"]
+    with pytest.raises(OSError, match="no room"):
+        make_empty(tmp_path / "final")
+    assert tree(tmp_path) == ["final", "final/old"]
 
 
 def test_a_cache_that_cannot_be_written_names_its_variable(tmp_path):
