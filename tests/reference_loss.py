@@ -49,7 +49,8 @@ def reference_objective(
         return clipped((policy_logps - below).exp(), upper)
     if name == "decoupled":  # Eq. 4
         return rho * clipped(R, upper)
-    assert cap is not None and 0 < cap < math.inf
+    assert cap is not None
+    assert 0 < cap < math.inf
     weight = rho.clamp(max=cap)  # (B, T), Eq. 5
     if name == "tis":
         return weight * clipped(R, upper)

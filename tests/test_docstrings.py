@@ -17,7 +17,7 @@ TOLD_IN_PROSE = ("trl_qurl.trainers.engine.", "trl_qurl.lab.grading.")
 
 
 @pytest.fixture
-def functions(monkeypatch) -> list["griffe.Object"]:
+def functions(monkeypatch):
     """All functions in the reference, and the methods of classes there."""
     monkeypatch.syspath_prepend(ROOT / "tools")
     hook = importlib.import_module("docs_public_names")

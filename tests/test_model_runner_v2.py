@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("runner-v2")]
 SCENARIO = Path(__file__).with_name("scenarios") / "on_runner_v2.py"
 
 
-def run_on_v2(*arguments: object) -> list:
+def run_on_v2(*arguments):
     """The records of the runs, and what a fresh engine says of a checkpoint."""
     # a process that has imported vLLM can't change its mind
     done = completed(sys.executable, SCENARIO, *arguments, VLLM_LOGGING_LEVEL="ERROR")
@@ -24,7 +24,7 @@ def run_on_v2(*arguments: object) -> list:
     return [*runs, fresh]
 
 
-def config(**settings: object) -> list[str]:
+def config(**settings):
     return ["--config", json.dumps({"max_steps": 2, "steps_per_generation": 1} | settings)]
 
 

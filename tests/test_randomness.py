@@ -10,7 +10,7 @@ import torch
 from trl_qurl.rollout.engine.randomness import EngineNoise
 
 
-def draw(noise: EngineNoise, step: int, mode: str = "train") -> tuple[float, int]:
+def draw(noise, step, mode="train"):
     with noise.of_generation(step, mode):
         return torch.rand(1).item(), int(numpy.random.randint(2**31))
 
@@ -39,7 +39,7 @@ def test_a_resumed_run_draws_what_the_uninterrupted_one_drew():
 
 
 def test_the_generators_of_the_process_stay_as_they_were():
-    def following(draws: bool) -> tuple[float, float]:
+    def following(draws):
         numpy.random.seed(0)
         torch.manual_seed(0)
         if draws:

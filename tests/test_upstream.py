@@ -27,13 +27,13 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "tests"]))
 """
 
 
-def apply(patch: Path, directory: Path) -> None:
+def apply(patch, directory):
     # Below a repository, git would look for the files in that repository.
     completed("git", "apply", patch, cwd=directory, GIT_CEILING_DIRECTORIES=str(directory.parent))
 
 
 @pytest.fixture
-def copy(tmp_path: Path) -> Path:
+def copy(tmp_path):
     """A directory with a copy of TRL."""
     package = Path(trl.__file__).parent
     shutil.copytree(package, tmp_path / "trl", ignore=shutil.ignore_patterns("__pycache__"))

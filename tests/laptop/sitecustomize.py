@@ -7,8 +7,7 @@ the processor itself still sees all of it.
 import importlib.util
 import os
 import sys
-from importlib.machinery import ModuleSpec
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType
 
 LACKING = ("avx512", "avx10", "avx_vnni", "avx_ne", "amx")  # beginnings of names
 
@@ -18,14 +17,14 @@ os.environ |= {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
 class LaptopFinder:
     """Finds `torch.cpu`, and reduces what it says of the processor once it is imported."""
 
-    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+    def find_spec(self, name, path=None, target=None):
         if name != "torch.cpu":
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         execute = spec.loader.exec_module
 
-        def exec_module(module: ModuleType) -> None:
+        def exec_module(module):
             execute(module)
             real = dict(module.get_capabilities())
             reduced = {key: known for key, known in real.items() if not key.startswith(LACKING)}
