@@ -43,25 +43,24 @@ settings.load_profile("any machine")
 SHARED_DIRECTORY = "TRL_QURL_TESTS"
 """Variable with a directory of this run of pytest, the same for all of its workers."""
 
-LONGEST_FIRST = (
-    "runner-v2",
-    "server",
-    "faults",
-    "colocated",
-    "notebooks",
-    "adapter server",
-    "matrix servers",
-    "resume",
-    "simulated gpu",
-    "mismatch",
-    "ppo",
-    "evaluation",
-    "saving",
-    "trainer",
-    "conformance",
-    "recipes",
-    "doctor",
-)
+LONGEST_FIRST = """\
+runner-v2
+server
+faults
+colocated
+notebooks
+adapter server
+matrix servers
+resume
+simulated gpu
+mismatch
+ppo
+evaluation
+saving
+trainer
+conformance
+recipes
+doctor""".splitlines()
 """Groups of tests that take long. Workers take them first, in this order."""
 
 KNOWN_SKIPS = Path(__file__).parent / "known_skips.txt"

@@ -68,7 +68,7 @@ def test_smoothing_changes_neither_function_nor_policy(variant):
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name]), name
     other = folded(model, weights)
-    assert len(sources(model)) == 2 * FUSED.get(VARIANTS[variant]["model_type"], 3)
+    assert len(sources(model)) == 2 * FUSED.get(variant, 3)
     torch.testing.assert_close(logits(other), logits(model), rtol=1e-4, atol=1e-4)
 
 

@@ -3,32 +3,32 @@ asked for.
 """
 
 import pytest
+import yaml
 
-RUNS = {
-    "GSPO": {"objective": "trl", "importance_sampling_level": "sequence"},
-    "CISPO, one update": {
-        "objective": "trl",
-        "loss_type": "cispo",
-        "steps_per_generation": 1,
-        "max_steps": 2,
-    },
-    "no correction": {
-        "objective": "trl",
-        "vllm_importance_sampling_correction": False,
-        "loss_type": "sapo",
-        "sapo_temperature_neg": 1.2,
-        "sapo_temperature_pos": 0.9,
-    },
-    "VESPO": {
-        "loss_type": "vespo",
-        "vllm_importance_sampling_mode": "token_truncate",
-        "vespo_k_pos": 2.5,
-        "vespo_lambda_pos": 2.5,
-        "vespo_k_neg": 2.5,
-        "vespo_lambda_neg": 1.5,
-        "max_steps": 2,
-    },
-}
+RUNS = yaml.safe_load("""
+GSPO:
+  objective: trl
+  importance_sampling_level: sequence
+CISPO, one update:
+  objective: trl
+  loss_type: cispo
+  steps_per_generation: 1
+  max_steps: 2
+no correction:
+  objective: trl
+  vllm_importance_sampling_correction: false
+  loss_type: sapo
+  sapo_temperature_neg: 1.2
+  sapo_temperature_pos: 0.9
+VESPO:
+  loss_type: vespo
+  vllm_importance_sampling_mode: token_truncate
+  vespo_k_pos: 2.5
+  vespo_lambda_pos: 2.5
+  vespo_k_neg: 2.5
+  vespo_lambda_neg: 1.5
+  max_steps: 2
+""")
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import torch
+import yaml
 from tokenizers import Tokenizer, models
 from transformers import (
     AutoConfig,
@@ -33,41 +34,41 @@ visit all that was ever imported. Nothing is collected when the process ends (`f
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 
-MIXTURES = {
-    "qwen3_moe": {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 64,
-        "decoder_sparse_step": 1,
-    },
-    "qwen2_moe": {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 64,
-        "decoder_sparse_step": 1,
-        "shared_expert_intermediate_size": 64,
-    },
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    # vLLM ties no heads of these two.
-    "olmoe": {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "num_key_value_heads": 4,
-        "tie_word_embeddings": False,
-    },
-    "glm4_moe": {
-        "n_routed_experts": 4,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 64,
-        "first_k_dense_replace": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        "num_key_value_heads": 4,
-        "tie_word_embeddings": False,
-    },
-    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
-}
+MIXTURES = yaml.safe_load("""
+qwen3_moe:
+  num_experts: 4
+  num_experts_per_tok: 2
+  moe_intermediate_size: 64
+  decoder_sparse_step: 1
+qwen2_moe:
+  num_experts: 4
+  num_experts_per_tok: 2
+  moe_intermediate_size: 64
+  decoder_sparse_step: 1
+  shared_expert_intermediate_size: 64
+mixtral:
+  num_local_experts: 4
+  num_experts_per_tok: 2
+# vLLM ties no heads of the next two.
+olmoe:
+  num_experts: 4
+  num_experts_per_tok: 2
+  num_key_value_heads: 4
+  tie_word_embeddings: false
+glm4_moe:
+  n_routed_experts: 4
+  n_shared_experts: 1
+  num_experts_per_tok: 2
+  moe_intermediate_size: 64
+  first_k_dense_replace: 1
+  n_group: 1
+  topk_group: 1
+  num_key_value_heads: 4
+  tie_word_embeddings: false
+gpt_oss:
+  num_local_experts: 4
+  num_experts_per_tok: 2
+""")
 """Families with experts, and what makes them tiny."""
 
 SIXTEEN_BIT_EXPERTS = ["lm_head", r"re:.*\.experts\."]

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import transformers
+import yaml
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from tiny import VOCABULARY, move_from_start, tiny_tokenizer
@@ -17,19 +18,19 @@ from transformers import (
     AutoModelForImageTextToText,
 )
 
-TEXT = {
-    "vocab_size": 128,
-    "hidden_size": 128,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 512,
-    "pad_token_id": 0,
-    "eos_token_id": 1,
-    "bos_token_id": None,
-}
+TEXT = yaml.safe_load("""
+vocab_size: 128
+hidden_size: 128
+intermediate_size: 128
+num_hidden_layers: 2
+num_attention_heads: 4
+num_key_value_heads: 2
+head_dim: 32
+max_position_embeddings: 512
+pad_token_id: 0
+eos_token_id: 1
+bos_token_id: null
+""")
 """Settings of all language models."""
 
 SPECIAL = {
@@ -60,14 +61,14 @@ TEMPLATE = (
 )
 
 
-SIGLIP = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 28,
-    "patch_size": 14,
-}
+SIGLIP = yaml.safe_load("""
+hidden_size: 32
+intermediate_size: 64
+num_hidden_layers: 1
+num_attention_heads: 2
+image_size: 28
+patch_size: 14
+""")
 GRIDS = [[28, 56], [56, 28], [56, 56]]
 QWEN = {
     "image_token_id": IDS["image"],
