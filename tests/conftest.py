@@ -114,7 +114,8 @@ def child_environment(**extra):
 
 def completed(*command, cwd=None, **extra):
     """Run a command that must succeed as a child process, and return it with what it printed."""
-    words, environment = [*map(str, command)], child_environment(**extra)
+    words = [*map(str, command)]
+    environment = child_environment(**extra)
     done = subprocess.run(
         words, cwd=cwd, env=environment, capture_output=True, text=True, timeout=2400
     )

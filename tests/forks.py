@@ -266,7 +266,9 @@ def preload():
 
 
 def main():
-    listener, owner, shim = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]), sys.argv[3]
+    listener = socket.socket(fileno=int(sys.argv[1]))
+    owner = int(sys.argv[2])
+    shim = sys.argv[3]
     # Control-C is for the tests, which end this process
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.path[0] = os.getcwd()

@@ -38,20 +38,24 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self, store):
         super().__init__()
-        self.store, self.total = store, 0
+        self.store = store
+        self.total = 0
         self.store.set_timeout(PATIENCE)
 
     def run(self, name, act):
         """Run an operation that all processes run; the error's name, "done", or how the processes
         differ.
         """
-        self.name, self.counts, self.difference = name, Counter(), None
+        self.name = name
+        self.counts = Counter()
+        self.difference = None
         try:
             try:
                 act()
                 outcome = "done"
             except Exception as error:
-                outcome, self.error = type(error).__name__, error
+                outcome = type(error).__name__
+                self.error = error
             self.meet(["end", outcome], tuple(range(dist.get_world_size())))
         except OutOfOrder as error:
             return f"OutOfOrder: {error}"

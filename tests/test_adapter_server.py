@@ -37,7 +37,8 @@ def probe(trainer):
 
 
 def test_it_holds_the_trained_adapter(trainer, run_scenario, tmp_path):
-    merged, beside = trainer(), trainer(round_base=True)
+    merged = trainer()
+    beside = trainer(round_base=True)
     assert not merged.vllm_generation.sync.route.is_merged, (
         "auto sends an adapter to a server that takes one"
     )

@@ -53,14 +53,16 @@ def test_weights_are_sent_as_the_policy_computes_with_them(runs):
 def test_a_saved_policy_is_loaded_as_it_was_trained(name, dtype, runs):
     saved = runs["directory"] / name
     for path in (saved, saved / "checkpoint-2"):
-        stored, policy = dict(read_tensors(path)), AutoModelForCausalLM.from_pretrained(path)
+        stored = dict(read_tensors(path))
+        policy = AutoModelForCausalLM.from_pretrained(path)
         weights = {name: p for name, p in policy.named_parameters() if p.dim() > 1}
         assert all(stored[name].dtype == torch.float32 for name in weights), "nothing is lost"
         assert all(torch.equal(p, stored[name].to(dtype)) for name, p in weights.items())
 
 
 def test_only_float32_matrices_are_rounded():
-    matrix, bias = torch.tensor([[1.0 + 2.0**-12]]), torch.tensor([1.0 + 2.0**-12])
+    matrix = torch.tensor([[1.0 + 2.0**-12]])
+    bias = torch.tensor([1.0 + 2.0**-12])
     rounded = on_grid(matrix, torch.bfloat16)
     assert rounded.item() == 1.0
     assert rounded.dtype == torch.float32
@@ -94,9 +96,7 @@ def test_a_policy_of_mixed_types_runs_as_in_training(adapts):
     model = tiny_model("llama", dtype=torch.bfloat16)
     model.model.layers[1].input_layernorm.float()  # as preparations for training leave norms
     weights = stream_of(model, SCHEMES["int8"], smooths=True)
-    weights.grid, policy = (
-        torch.bfloat16,
-        get_peft_model(model, LoraConfig(r=2)) if adapts else model,
-    )
+    weights.grid = torch.bfloat16
+    policy = get_peft_model(model, LoraConfig(r=2)) if adapts else model
     weights.fit_smoothing(policy, [[40, 50, 60]])
     assert weights.smoothing.scales

@@ -65,7 +65,8 @@ def register():
 @pytest.fixture
 def tampering(tmp_path, monkeypatch):
     """The flag of `PLUGIN`, which servers find from here on."""
-    flag, site = tmp_path / "flag", tmp_path / "site"
+    flag = tmp_path / "flag"
+    site = tmp_path / "site"
     (site / "tampering-1.dist-info").mkdir(parents=True)
     (site / "tampering.py").write_text(PLUGIN.format(flag=str(flag)))
     (site / "tampering-1.dist-info" / "METADATA").write_text(

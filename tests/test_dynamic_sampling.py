@@ -121,7 +121,8 @@ def test_a_prompt_that_was_made_but_not_needed_comes_again(accelerator):
 
 
 def test_two_processes_fill_the_batch_of_one(run_scenario):
-    one, two = run_scenario("filling.py"), run_scenario("filling.py", processes=2)
+    one = run_scenario("filling.py")
+    two = run_scenario("filling.py", processes=2)
     assert (one["processes"], two["processes"]) == (1, 2)
     for alone, together in zip(one["rollouts"], two["rollouts"], strict=True):
         numbers = [prompt for prompt, *_ in alone["samples"][::3]]

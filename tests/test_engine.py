@@ -93,7 +93,8 @@ def trained(train, run_scenario, tmp_path_factory):
 
     def run(cases, **common):
         directory = tmp_path_factory.mktemp("trained")
-        runs, engines = [], []
+        runs = []
+        engines = []
         for number, (case, arguments) in enumerate(cases.items()):
             checkpoint = directory / f"checkpoint {number}"
             config = common | config_of(arguments)

@@ -103,7 +103,8 @@ def test_the_noise_follows_from_the_seed_and_the_step(deployment):
         assert first != second
         return first, second
 
-    trainer, other = deployment.trainer(seed=1), deployment.trainer(seed=2)
+    trainer = deployment.trainer(seed=1)
+    other = deployment.trainer(seed=2)
     noise = [sampled(trainer, 3), sampled(trainer, 4), sampled(other, 3)]
     assert len({str(tokens) for tokens in noise}) == 3
     deployment.lose_and_wait()
@@ -114,7 +115,8 @@ def test_the_noise_follows_from_the_seed_and_the_step(deployment):
 
 def test_two_trainers_on_one_server(deployment):
     deployment.up()
-    first, second = deployment.trainer(), deployment.trainer()
+    first = deployment.trainer()
+    second = deployment.trainer()
     first.add_callback(at_step(2, second.vllm_generation.sync_weights))
     first.vllm_generation.sync_weights()
     # The second's weights come between a sync of the first and the generation that relies on it.

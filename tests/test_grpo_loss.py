@@ -37,7 +37,8 @@ from trl_qurl.trainers.grpo import has_dropout
 # One trainer, with a real engine, in one process: an engine cannot be started twice in a process.
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("trainer")]
 
-B, T = 4, 6
+B = 4
+T = 6
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +190,8 @@ def test_clip_metrics_count_the_lifted_bounds(trainer, batch):
 
 
 def test_evaluation_uses_the_same_loss(trainer, batch):
-    trainer.args.objective, trainer.loss_type = "acr", "bnpo"
+    trainer.args.objective = "acr"
+    trainer.loss_type = "bnpo"
     trainer.model.eval()
     loss = our_loss(trainer, batch)
     assert loss.item() == pytest.approx(reference(trainer, batch, "acr", "bnpo").item(), rel=1e-5)

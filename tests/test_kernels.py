@@ -35,7 +35,9 @@ def test_activations_are_rounded_as_vllm_does_it_without_a_gpu(dtype):
     tokens = (torch.randn(6, 256) * torch.tensor([[3.0], [0.1], [1e4], [1.0], [1.0], [1.0]])).to(
         dtype
     )
-    tokens[3, :128], tokens[4, :32], tokens[5, 0] = 0, 448, 448 * 64 + 128
+    tokens[3, :128] = 0
+    tokens[4, :32] = 448
+    tokens[5, 0] = 448 * 64 + 128
     tokens[4, 1] = 2**-9  # the smallest code beside the largest
     with set_current_vllm_config(VllmConfig()):
         quant = QuantFP8(static=False, group_shape=GroupShape(1, 128), use_ue8m0=False)

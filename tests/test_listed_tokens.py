@@ -143,7 +143,9 @@ def test_lists_as_the_engine_returns_them():
     """A sampled token beyond the K likeliest, one that is listed again, tokens that were cut, no
     value for the sampled one, a shorter completion, and what is left of the mass.
     """
-    half, tenth, none = math.log(0.5), math.log(0.1), -math.inf
+    half = math.log(0.5)
+    tenth = math.log(0.1)
+    none = -math.inf
     whole = [
         ([7, 3, 4], [tenth, half, none]),
         ([4, 4, 5], [half, half, half]),
@@ -175,7 +177,8 @@ def test_lists_as_the_engine_returns_them():
 
 def test_lists_as_a_server_sorts_them():
     """The sampled token goes first, whatever its place; one more list is longer; a cut token."""
-    half, quarter = math.log(0.5), math.log(0.25)
+    half = math.log(0.5)
+    quarter = math.log(0.25)
     lists = Completions(
         prompt_ids=[],
         completion_ids=[[3, 9], []],
@@ -221,7 +224,8 @@ def test_a_few_rows_of_the_head(bias, in_float32, monkeypatch):
     """In parts of two tokens, under autocast."""
     monkeypatch.setattr(listed_tokens, "TOKENS_AT_ONCE", 2)
     torch.manual_seed(0)
-    head, states = torch.nn.Linear(16, 30, bias=bias), torch.randn(5, 16)
+    head = torch.nn.Linear(16, 30, bias=bias)
+    states = torch.randn(5, 16)
     ids = torch.stack([torch.randperm(30)[:4] for _ in states])
     ids[1, 2:] = -1
     with torch.autocast("cpu", torch.bfloat16):

@@ -87,7 +87,8 @@ def test_one_token_by_hand(policy, advantage, expected):
 def test_acr_with_an_advantage_per_token_by_hand():
     # C = 2, ρ = 3, 3, 0.25. Above C and with A > 0: the ratio is to π_prox/r = π_prox·ρ/C, and its
     # weight is ρ.
-    behavior, advantages = log(0.1, 0.1, 0.4), torch.tensor([[1, 0, 1]])
+    behavior = log(0.1, 0.1, 0.4)
+    advantages = torch.tensor([[1, 0, 1]])
     mixed = surrogate_terms("acr", log(0.3, 0.3, 0.1), behavior, advantages, cap=2)
     torch.testing.assert_close(mixed.old_logps, log(0.45, 0.3, 0.1))
     torch.testing.assert_close(mixed.weight, torch.tensor([[3, 2, 0.25]], dtype=torch.float64))

@@ -112,14 +112,16 @@ def test_two_processes_train_what_the_engine_holds(name, runs):
 @pytest.mark.xdist_group("server")
 @pytest.mark.parametrize("name", SPLIT)
 def test_fsdp2_takes_the_steps_of_ddp(name, runs):
-    (ddp, _), (fsdp2, _) = runs[name], runs[f"{name}, FSDP2"]
+    (ddp, _) = runs[name]
+    (fsdp2, _) = runs[f"{name}, FSDP2"]
     assert_same_steps(fsdp2, ddp)
     assert fsdp2["held"] < 0.6 * ddp["held"], "the policy was not split"
 
 
 def assert_same_steps(found, expected, steps=(1, 2)):
     """What is sampled after the first update depends on the last bits of the weights."""
-    found, expected = metrics_by_step(found), metrics_by_step(expected)
+    found = metrics_by_step(found)
+    expected = metrics_by_step(expected)
     for step in steps:
         for metric in ("loss", "grad_norm", "mismatch/ratio_mean", "policy/approx_kl", *CRITIC):
             value = expected[step].get(metric)

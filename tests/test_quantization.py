@@ -212,7 +212,8 @@ def test_stream_equals_llmcompressor_bit_for_bit(family, scheme, dtype, head, tm
 def test_both_writers_write_the_same(formats, ignore, dtype, tmp_path):
     model = tiny_model("llama", dtype, tie_word_embeddings=False, **WHOLE_BLOCKS)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    written, told = [], []
+    written = []
+    told = []
     for write in (write_with_llmcompressor, write_checkpoint):
         path = tmp_path / write.__name__
         write(model, tiny_tokenizer(), formats, path, ignore=ignore)

@@ -29,7 +29,8 @@ def test_each_generation_has_its_own_noise():
 
 
 def test_a_resumed_run_draws_what_the_uninterrupted_one_drew():
-    whole, resumed = EngineNoise(1, 0), EngineNoise(1, 0)
+    whole = EngineNoise(1, 0)
+    resumed = EngineNoise(1, 0)
     draw(whole, 0)
     draw(whole, 4)
     # an evaluation before the checkpoint, which the resumed run does not repeat

@@ -141,8 +141,10 @@ def state_of(checkpoint):
 @engines
 @pytest.mark.parametrize(("kind", "step"), RESUMED)
 def test_a_resumed_run_is_the_one_that_never_stopped(kind, step, directory, whole, resumed):
-    record, uninterrupted = resumed[kind, step], whole[kind]
-    expected, seen = metrics_by_step(uninterrupted), metrics_by_step(record)
+    record = resumed[kind, step]
+    uninterrupted = whole[kind]
+    expected = metrics_by_step(uninterrupted)
+    seen = metrics_by_step(record)
     assert expected.keys() == seen.keys() == set(range(1, STEPS + 1))
     # No tolerance. Everything that decides the next token is restored: weights, optimizer, the
     # place in the data, the rollout in progress; and noise depends on the step. One thread sums in

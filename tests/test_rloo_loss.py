@@ -25,7 +25,8 @@ from trl_qurl import QuRLRLOOTrainer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("trainer")]
 
-B, T = 6, 6
+B = 6
+T = 6
 
 
 @pytest.fixture(scope="module")

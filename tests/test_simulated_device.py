@@ -124,7 +124,9 @@ def policy():
 
 def sync(watch, name):
     """A sync that is checked, smoothed where the format is."""
-    model, scheme, names = policy(), SCHEMES[name], []
+    model = policy()
+    scheme = SCHEMES[name]
+    names = []
     weights = stream_of(model, scheme, smooths=scheme.is_smoothed)
     if scheme.is_smoothed:
         weights.smoothing.begin_sync()  # collects, as in the syncs before a fit

@@ -78,7 +78,8 @@ def test_smoothing_changes_neither_function_nor_policy(variant):
 
 def test_scales_share_the_range_between_inputs_and_weights():
     # sums of squares
-    inputs, columns = torch.tensor([1024.0, 1.0, 1.0, 0.0]), torch.tensor([1.0, 1.0, 1 / 1024, 1.0])
+    inputs = torch.tensor([1024.0, 1.0, 1.0, 0.0])
+    columns = torch.tensor([1.0, 1.0, 1 / 1024, 1.0])
     # 1024^0.2, 1 and 1024^0.3 have the geometric mean 2^(5/3); the last channel is never used.
     expected = torch.tensor([2.0**2, 2.0**0, 2.0**3]) / 2 ** (5 / 3)
     torch.testing.assert_close(fitted_scales(inputs, columns)[:3], expected)
@@ -92,7 +93,8 @@ def test_scales_have_a_limit():
 
 @pytest.mark.parametrize("reader", ["q_proj", "k_proj", "v_proj"])
 def test_scales_depend_on_the_largest_column_of_all_readers(reader):
-    model, layer = tiny_model("llama"), "model.layers.0.self_attn.q_proj"
+    model = tiny_model("llama")
+    layer = "model.layers.0.self_attn.q_proj"
     before = smoothed_stream(model).smoothing.input_scale(layer)
     with torch.no_grad():
         model.get_submodule(f"model.layers.0.self_attn.{reader}").weight[:, 0] *= 256
@@ -108,7 +110,8 @@ def test_smoothing_removes_the_error_of_outliers(family):
     plain = tiny_model(family).eval()
     model = with_outliers(tiny_model(family), 0).eval()
     weights = smoothed_stream(model)
-    before, after = kl(model, weights), kl(model, weights, weights.smoothing)
+    before = kl(model, weights)
+    after = kl(model, weights, weights.smoothing)
     without = kl(plain, stream_of(plain, get_scheme("int8")))
     assert before > 3 * without, "the outliers do no harm to begin with"
     assert after < 1.3 * without
@@ -195,7 +198,8 @@ def test_int8_is_smoothed_by_default_for_known_models():
 
 
 def test_scales_are_not_fitted_before_a_model_is_on_its_device():
-    passes, settings = [], rollout_settings(get_scheme("int8"), smooths=True)
+    passes = []
+    settings = rollout_settings(get_scheme("int8"), smooths=True)
     # as if the launcher had yet to move or shard it
     for device, expected in (("meta", 0), ("cpu", 1)):
         model = tiny_model(tie_word_embeddings=False).to(device)

@@ -37,7 +37,8 @@ class Deployment:
     """A model, a server of it that is restarted whenever it ends, and trainers that use it."""
 
     def __init__(self, directory, python, *options):
-        self.directory, self.python = directory, python
+        self.directory = directory
+        self.python = python
         self.options = options or ("--scheme", "int8")
         self.model = save_tiny(directory / "model")
         self.rollouts = directory / "rollouts"
@@ -68,7 +69,8 @@ class Deployment:
 
     def close(self):
         """End the server for good."""
-        server, self.server = self.server, None
+        server = self.server
+        self.server = None
         if server:
             server.stop()
 

@@ -22,7 +22,9 @@ SETTINGS = {
 }
 PROMPTS = ["ab", "cd", "ef", "gh"]
 ROWS = [{"prompt": prompt} for prompt in PROMPTS for _ in range(4)]
-CAP, EPSILON_LOW, EPSILON_HIGH = 2.0, 0.2, 0.28
+CAP = 2.0
+EPSILON_LOW = 0.2
+EPSILON_HIGH = 0.28
 
 
 class OwnPass(QuRLGRPOTrainer):
