@@ -243,7 +243,8 @@ def test_two_formats_are_compared_and_not_answered_again(
         assert cli.main([*words, *changed.split()]) == 2
     write_questions(tmp_path / "sums.jsonl", "888888")
     assert cli.main(words) == 2
-    assert answering.call_count == 3, "other settings or questions are answered anew"
+    asked = [call.args[1].label for call in answering.call_args_list]
+    assert asked == ["BF16"] * 3, "other settings or questions are answered anew"
 
 
 @pytest.fixture

@@ -140,8 +140,8 @@ def test_results_fill_the_pages(script, tmp_path):
     parts = {}
     for name, content in files.items():
         kind = name.split("-")[0]
-        for file in ("bench.json", "record.json"):
-            (tmp_path / file).write_text(content)
+        file = "bench.json" if kind == "bench" else "record.json"
+        (tmp_path / file).write_text(content)
         parts[name] = {"figures": report.read_figures(kind, tmp_path)}
     record = {"hardware": "NVIDIA X", "date": "2026-11-27", "commit": "abc", "versions": {}}
     record["parts"] = parts

@@ -196,6 +196,7 @@ def choose(monkeypatch):
     formats = {"none": mismatch_of(0, 0.0005, 1), "int8": mismatch_of(0.004, 0.005, 0.006)}
 
     def choose(limit, *reached):
+        find_steps.reset_mock()
         engines = MagicMock()
         engines.measure.side_effect = [mismatch_of(0, kl, 1) for kl in reached]
         report = Report("MODEL", {}, formats)

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
@@ -128,8 +129,7 @@ def test_centering_takes_away_what_the_sampler_adds_on_average(objective):
     }
     trainer = MagicMock(temperature=0.7)
     trainer.accelerator.unwrap_model.return_value = model
-    trainer.args.objective = objective
-    trainer.args.importance_cap = 2.0
+    trainer.args = SimpleNamespace(objective=objective, importance_cap=2.0)
     logps = (model(ids).logits[:, :-1] / 0.7).log_softmax(-1)
     weight = (logps.detach().exp() / q).clamp(max=2.0) if objective == "tis" else 1.0
     average = (q * weight * logps).sum()
@@ -161,6 +161,7 @@ def test_each_token_is_sampled_by_the_weights_of_its_time():
     generation.generate_from_sent = answer
     generation.sync_weights = lambda: engine.append(policy.weight.item())
     update_in_flight(trainer, 2)
+    trainer.add_callback.assert_called_once()
     [callback] = trainer.add_callback.call_args.args
     sampled = []
     for weight in (10.0, 11.0, 12.0, 13.0, 14.0):  # a step each, before three a rollout

@@ -334,6 +334,9 @@ def test_a_wrong_checkpoint_is_refused_before_a_model_is_looked_for(checkpoints,
         error = refused(f"--output_dir {directory} --resume_from_checkpoint {wrong}")
         assert "resume_from_checkpoint" in error
         assert str(directory) in error
+    assert questions.checkpoint_to_resume("false", str(checkpoints)) is None
+    first = checkpoints / "checkpoint-8"
+    assert questions.checkpoint_to_resume(str(first), str(checkpoints)) == first
 
 
 def test_control_c_names_the_latest_checkpoint(checkpoints, tmp_path_factory):

@@ -269,6 +269,7 @@ def test_the_key_is_neither_printed_nor_in_the_command(model, capfd, monkeypatch
     monkeypatch.setattr("os.execve", execve)
     monkeypatch.setenv(guard.API_KEY_VARIABLE, "a-secret")
     cli.main(["serve", str(model), "--scheme", "none"])
+    execve.assert_called_once()
     _, words, environment = execve.call_args.args
     assert environment[guard.API_KEY_VARIABLE] == "a-secret"
     assert environment["VLLM_SERVER_DEV_MODE"] == "1"

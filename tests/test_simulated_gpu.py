@@ -118,6 +118,20 @@ def test_the_repair_keeps_what_graphs_write_into_once():
     assert kept.data_ptr() == first
 
 
+def test_the_repair_brings_tensors_back():
+    layer = nn.Linear(4, 1)
+    layer.scheme = Kernel()
+    held = [layer.weight, layer.bias, layer.scheme.packed]
+    places = [tensor.data_ptr() for tensor in held]
+    with moved_tensors.around_reload(layer):
+        layer.weight = nn.Parameter(torch.ones(1, 4))
+        layer.bias.data = torch.ones(1)
+        layer.scheme.packed = torch.ones(4)
+    now = [layer.weight, layer.bias, layer.scheme.packed]
+    assert [tensor.data_ptr() for tensor in now] == places
+    assert all(tensor.eq(1).all() for tensor in now)
+
+
 def test_a_tensor_of_another_shape_is_an_error():
     layer = nn.Linear(4, 1)
     said = re.escape("bias has the shape (5,) after a reload instead of (1,)")

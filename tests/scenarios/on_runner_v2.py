@@ -1,5 +1,6 @@
 """With Model Runner V2, runs train.py, then fresh_engine.py, and prints their records:
-on_runner_v2.py CHECKPOINT ARGUMENTS. In one process, because vLLM's imports take half of the time.
+on_runner_v2.py CHECKPOINT ARGUMENTS. In one process, because vLLM's imports take half of the time;
+so the fresh engine has what the process keeps of the others.
 """
 
 import runpy
