@@ -5,6 +5,7 @@ engine starts.
 import functools
 import inspect
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from transformers import AutoModelForCausalLM, TrainerState
 from trl import GRPOTrainer, RLOOTrainer
 
 from trl_qurl import QuRLGRPOTrainer, QuRLRLOOTrainer
-from trl_qurl.trainers.arguments import rollout_settings
+from trl_qurl.trainers.arguments import checked_config, rollout_settings
 from trl_qurl.trainers.callbacks import RolloutCallback
 from trl_qurl.trainers.run_log import RUN_LOG, begin_log, end_log
 
@@ -63,6 +64,10 @@ def path(tmp_path):
     """Where a tiny model lies."""
     tiny_model().save_pretrained(tmp_path / "model")
     return f"{tmp_path}/model"
+
+
+def test_without_a_config_there_are_defaults():
+    assert checked_config(SimpleNamespace(_config_class=dict), None) == {}
 
 
 @each_trainer

@@ -60,13 +60,13 @@ def test_teacher_forcing_agrees_with_sampling_token_by_token(tokenizer):
     assert evaluate.measure_policy(policy, ids).expected == pytest.approx(slow, rel=1e-4)
     assert policy.training  # the trainer's logging depends on the mode
     # Two problems with two answer tokens of a vocabulary of three; the right tokens are (0, 1) and
-    # (2, 0).
+    # (1, 0).
     right = [[0.5, 0.3, 0.2], [0.1, 0.8, 0.1]]  # 0.5 * 0.8 = 0.4, and both are most likely
-    wrong = [[0.1, 0.3, 0.6], [0.25, 0.5, 0.25]]  # 0.6 * 0.25 = 0.15, and the second is not
+    wrong = [[0.1, 0.3, 0.6], [0.25, 0.5, 0.25]]  # 0.3 * 0.25 = 0.075, and neither is
     accuracy = evaluate.score_answers(
-        torch.tensor([right, wrong]).log() + 7.0, torch.tensor([[0, 1], [2, 0]])
+        torch.tensor([right, wrong]).log() + 7.0, torch.tensor([[0, 1], [1, 0]])
     )
-    assert (accuracy.expected, accuracy.greedy) == (pytest.approx((0.4 + 0.15) / 2, abs=1e-6), 0.5)
+    assert (accuracy.expected, accuracy.greedy) == (pytest.approx((0.4 + 0.075) / 2, abs=1e-6), 0.5)
 
 
 def test_warm_start_is_cached_and_not_trained_again(tmp_path, monkeypatch, capsys):

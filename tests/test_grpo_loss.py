@@ -558,6 +558,6 @@ def test_updates_that_change_no_weight_are_told_of_once(trainer, monkeypatch, ca
         return [text for text in caplog.messages if "changed no weight" in text]
 
     assert train(0.0) == [], "a rate of 0, as in warmup, is meant"
+    assert train(1e-3) == []
     [text] = train(1e-50)
     assert re.search(r"steps \d+ to \d+ .* rate is 1e-50 and grad_norm \d", text)
-    assert train(1e-3) == []

@@ -135,6 +135,7 @@ def test_dapo_is_dapo():
     for cache in (0, 100):
         with pytest.raises(ValueError, match=f"cache={cache} .* max_completion_length=100"):
             punishment(cache, 100)
+    assert punishment(1, 100)
 
 
 def test_variants_of_a_recipe():

@@ -117,10 +117,6 @@ def test_tensors_arrive_in_order_and_bit_for_bit(scheme, client, server):
     assert client.version() == "v2"
     with pytest.raises(SyncError, match=f"of {len(metadata)} tensors, {len(metadata)} missing"):
         client.compare_digests(sent.digests)
-    others = stream(tiny_model(dtype=torch.bfloat16, seed=1), scheme)
-    client.load_stream(others, WeightUpdate("v3", True, metadata))
-    with pytest.raises(SyncError, match=r"\d+ different"):
-        client.compare_digests(sent.digests)
 
 
 def test_any_layout_and_dtype_arrives(client, server):
