@@ -350,7 +350,7 @@ def test_a_callback_counts_tokens_and_ends(monkeypatch):
     [({"every": 0}, "every is 0"), ({"limit": 0}, "limit=0"), ({"tasks": "gsm9k"}, "'gsm9k'")],
 )
 def test_a_callback_with_bad_settings_is_refused(settings, named, tmp_path):
+    fitting = {"tasks": write_questions(tmp_path / "sums.jsonl", "77"), "every": 1}
+    assert TaskEvaluationCallback(**fitting)
     with pytest.raises(ValueError, match=named):
-        TaskEvaluationCallback(
-            **{"tasks": write_questions(tmp_path / "sums.jsonl", "77"), **settings}
-        )
+        TaskEvaluationCallback(**fitting | settings)

@@ -377,6 +377,7 @@ def test_the_command_says_what_rounding_does_and_lists_layers_for_training(measu
     given = f"--config {path} --output_dir {directory} --report_to none --use_cpu --bf16 false"
     config = parse("grpo", given.split())[1]
     assert config.rollout_quantization == formats
+    assert [*config.rollout_quantization][-1] == "*", "the first pattern that matches decides"
     assert config.quantization_ignore == ["lm_head"]
 
 

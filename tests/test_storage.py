@@ -87,7 +87,10 @@ def write_for_a_minute(path):
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup` has it ignored
     with new_directory(path) as draft:
         (draft / "half").write_text("half")
-        time.sleep(60)
+        try:
+            time.sleep(60)
+        finally:
+            os.kill(os.getpid(), signal.SIGHUP)  # must not interrupt what cleans up
 
 
 def writing(path):

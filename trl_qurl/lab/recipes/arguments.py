@@ -51,7 +51,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "num_generations": 1,
         "max_steps": 4 * 435,
         "lr_scheduler_type": "constant",
-        "critic_learning_rate": 1e-5,
     },
     # One update per rollout, as in REINFORCE: with hundreds of tokens per answer, its ratio soon
     # leaves the clip range.
