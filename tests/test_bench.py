@@ -6,6 +6,7 @@ import multiprocessing
 import socket
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import psutil
 import pytest
@@ -218,6 +219,17 @@ def test_the_engine_is_measured_alone_if_training_runs_out_of_memory(model, monk
     record = json.loads(Path("bench.json").read_text())
     assert record["way"].startswith("the engine alone")
     assert [*record["steps"]] == ["none", "int8"]
+
+
+def test_no_prompt_is_cached_when_the_engine_is_measured_alone(model, monkeypatch):
+    llm = MagicMock()
+    pipe = MagicMock()
+    pipe.recv.side_effect = [None, None, EOFError]
+    monkeypatch.setattr(trial, "start_engine", lambda job: (llm, None))
+    with pytest.raises(EOFError):
+        trial.generate(Job(model, Load(), False, [], "int8", {}), "output", pipe)
+    called = [name for name, _, _ in llm.method_calls]
+    assert called == ["reset_prefix_cache", "generate"] * 2
 
 
 def test_training_has_the_sixteen_bits_of_the_device(model, monkeypatch):

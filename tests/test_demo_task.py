@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from safetensors.torch import load_file
 from trl_qurl.cli import main
 from trl_qurl.lab.curves import final_value
 from trl_qurl.lab.demo import evaluate, outcome, run, task, warm_start
+from trl_qurl.lab.demo.record import RolloutRecorder
 from trl_qurl.lab.processes import name_of_command
 from trl_qurl.lab.runs import Run
 
@@ -44,6 +46,19 @@ def test_dataset_and_reward(tokenizer):
     completions = [right, right[:4], [*right[:4], 0], [11, 9, 0, 7, 2], [11, 9, 7, 3, 1]]
     rewards = task.exact_match(completion_ids=completions, answer_ids=[right] * 5, prompts=None)
     assert rewards == [1.0] + [0.0] * 4
+
+
+def test_every_tenth_rollout_is_printed(tmp_path, capsys):
+    recorder = RolloutRecorder(None, rollouts=20)
+    recorder.measure = lambda model: {"expected_accuracy": 0.25}
+    args = SimpleNamespace(output_dir=tmp_path)
+    logs = {"reward": 0.5, "mismatch/kl_k3": 0.001}
+    printed = {}
+    for step in range(1, 21):
+        recorder.on_log(args, SimpleNamespace(global_step=step), None, logs=logs, model=None)
+        if line := capsys.readouterr().out:
+            printed[step] = line.split()[:2]
+    assert printed == {10: ["rollout", "10/20"], 20: ["rollout", "20/20"]}
 
 
 def test_teacher_forcing_agrees_with_sampling_token_by_token(tokenizer):

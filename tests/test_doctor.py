@@ -269,7 +269,9 @@ def test_an_engine_with_other_weights_is_told_from_a_new_one(stale, monkeypatch)
     else:
         with pytest.raises(RuntimeError, match="reads other weights"):
             trial.check("int8", "train-int8", command.UNCOMPILED)
-    trained, new = (call.kwargs["args"].vllm_engine_kwargs for call in build.call_args_list)
+    configs = [call.kwargs["args"] for call in build.call_args_list]
+    assert [config.sync_check_interval for config in configs] == [1, 1]
+    trained, new = (config.vllm_engine_kwargs for config in configs)
     assert trained == new
     assert trained.items() >= command.UNCOMPILED.items()
     assert trained["enforce_eager"] is not torch.cuda.is_available()

@@ -96,6 +96,7 @@ def test_two_processes_train_what_the_engine_holds(name, runs):
     record, fresh = runs[name]
     distribution = "FSDP" if "FSDP2" in name else "MULTI_CPU"
     assert (record["processes"], record["distribution"]) == (2, distribution)
+    assert record["is_sharded"] == ["FSDP2" in name] * ("server" in name)
     # three rollouts, and one sync before and after
     assert record["weight_version"].endswith("-step6-sync5")
     rollouts = [row for row in record["history"] if "mismatch/kl_k3" in row]

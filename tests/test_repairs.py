@@ -95,6 +95,7 @@ def test_the_engine_of_a_tool_imports_the_repairs(monkeypatch, tmp_path):
 
 EXITS_WITH_PROCESS_GROUPS = """
 import weakref
+from unittest.mock import MagicMock
 import torch.distributed as dist
 from trl_qurl.rollout.repairs import finalizer
 
@@ -104,7 +105,7 @@ def at_exit(name):
 at_exit("at last")  # finalizers run newest first
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 for name in ("first engine", "second engine"):
-    finalizer._destroy_process_groups_at_exit()
+    finalizer.release_when_deleted(MagicMock())
     at_exit(name)
 """
 

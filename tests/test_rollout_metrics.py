@@ -68,6 +68,12 @@ def test_a_small_kl_keeps_its_digits(size):
     assert stale["policy/approx_kl"] == pytest.approx(expected, rel=1e-4)
 
 
+def test_the_only_token_that_is_learned():
+    learned = {"completion_mask": torch.tensor([[1, 0]])}
+    metrics = loss_metrics(torch.ones(1, 2), torch.zeros(1, 2), learned, lambda sums: sums)
+    assert metrics == {"policy/approx_kl": pytest.approx(math.e - 2)}
+
+
 def test_a_log_probability_without_bounds_leaves_numbers():
     # below vLLM's stand-in for -inf, and no number of a sampled token
     behavior = torch.tensor([[-0.5, -5000.0]])

@@ -204,6 +204,19 @@ def test_a_cpu_keeps_only_what_a_rollout_needs(cpu):
     assert kept(512, 10**6, 512, share=0.3) == int(0.3 * free)
 
 
+@pytest.mark.parametrize(("own", "read"), [(1, 1), (2, 0)], ids=["visible", "invisible"])
+def test_the_memory_of_the_node_that_the_process_runs_on(own, read, monkeypatch):
+    gigabytes = {0: 10, 1: 11}
+    nodes = "vllm.utils.cpu_resource_utils."
+    monkeypatch.setattr(nodes + "get_visible_memory_node", lambda: [*gigabytes])
+    monkeypatch.setattr(nodes + "get_allowed_cpu_list", lambda: [SimpleNamespace(numa_node=own)])
+    monkeypatch.setattr(
+        nodes + "get_memory_node_info",
+        lambda node: SimpleNamespace(available_memory=gigabytes[node] * 10**9),
+    )
+    assert cpu_memory.free_memory() == gigabytes[read] * 10**9
+
+
 def test_a_cpu_without_enough_free_memory_is_one_line(cpu, monkeypatch, capsys):
     monkeypatch.setattr(cpu_memory, "free_memory", lambda: 2 * 10**9)
     monkeypatch.setattr(launch, "run_server", lambda *arguments: pytest.fail("it was started"))

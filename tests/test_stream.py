@@ -163,6 +163,18 @@ def test_workers_that_are_done_before_the_trainer(are_done, monkeypatch):
     assert broadcast.wait(5.0)
 
 
+def test_a_sender_that_fails_says_why(monkeypatch):
+    """And not, long after, that the server did not answer."""
+    monkeypatch.setattr(torch.cuda, "Stream", NoStream)
+    communicator = MagicMock()
+    communicator.broadcast.side_effect = RuntimeError("unhandled CUDA error")
+    broadcast = Broadcast(communicator)
+    request = MagicMock()
+    request.done.side_effect = [False] * 50  # for five seconds
+    with pytest.raises(RuntimeError, match="unhandled CUDA error"):
+        broadcast.send([("weight", torch.zeros(2))] * 3, request)
+
+
 @pytest.mark.vllm
 @pytest.mark.parametrize("name", ["int8", pytest.param("w4a16", marks=needs_avx512)])
 def test_a_real_engine_computes_with_what_it_received(name, run_scenario, tmp_path):

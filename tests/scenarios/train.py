@@ -15,6 +15,7 @@ import shutil
 import signal
 from importlib.util import find_spec
 from pathlib import Path
+from unittest import mock
 
 import numpy
 import torch
@@ -32,6 +33,7 @@ from transformers import AutoModelForTokenClassification
 
 from trl_qurl.quantization import write_checkpoint
 from trl_qurl.quantization.merging import model_parameters
+from trl_qurl.rollout import routes
 
 PROMPTS = ["ab", "cde", "f g", "h1", "i22", "jj", "k", "lm"]
 
@@ -233,7 +235,8 @@ def is_on_the_grid(parameter):
 def run(options):
     heard = Heard(logging.WARNING)
     logging.getLogger("trl_qurl.rollout.backend").addHandler(heard)
-    trainer = build(options)
+    with mock.patch.object(routes, "choose_route", wraps=routes.choose_route) as choose_route:
+        trainer = build(options)
     logging.getLogger("trl_qurl.rollout.backend").removeHandler(heard)
     KEPT.append(trainer)
     generation = trainer.vllm_generation
@@ -243,6 +246,7 @@ def run(options):
     record = {
         "probe_start": engine_logps(trainer),
         "warned": heard.said,
+        "is_sharded": [call.args[-1] for call in choose_route.call_args_list],
         "whole_mb": generation.cost.take().sent_bytes / 1e6,
     }
     if options.kill_before_generation and trainer.accelerator.is_main_process:

@@ -74,4 +74,5 @@ def assert_metrics(history, scheme):
         assert ess < row["mismatch/ess"] <= 1
         assert row["time/sync_s"] > 0
         assert row["step_time"] > row["time/generate_s"] > 0
+        assert row["step_time"] > row.get("time/sync_check_s", 0)
         assert row["throughput/generated_tokens_per_s"] > 0

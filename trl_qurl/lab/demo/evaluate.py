@@ -57,11 +57,10 @@ def measure_policy(model: PreTrainedModel, problem_ids: Tensor) -> Accuracy:
 
 
 def answers_of_actor(trainer: Trainer, problem_ids: Tensor) -> list[str]:
-    """Sync the weights, and return the rollout actor's greedy answers, as people write them."""
+    """Return the rollout actor's greedy answers, as people write them."""
     from trl_qurl.lab.evaluation.callback import complete_greedily
 
     prompts = problem_ids[:, :PROMPT_TOKENS].tolist()
-    trainer.vllm_generation.sync_weights()
     completions = complete_greedily(trainer.vllm_generation, prompts)
     texts = trainer.processing_class.batch_decode(completions, skip_special_tokens=True)
     return [text[::-1].removeprefix("0") for text in texts]  # units come first

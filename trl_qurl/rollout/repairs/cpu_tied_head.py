@@ -21,10 +21,7 @@ UNNECESSARY_FROM = None
 
 @contextmanager
 def around_reload(model: torch.nn.Module) -> Iterator[None]:
-    """Give a tied head the embedding's packed copy after a reload inside the block.
-
-    Any other head packs its own weight again.
-    """
+    """Give a tied head the embedding's packed copy after a reload inside the block."""
     yield
     packed = {}  # by weight
     for layer in model.modules():
@@ -37,5 +34,3 @@ def around_reload(model: torch.nn.Module) -> Iterator[None]:
             continue
         if id(layer.weight) in packed:
             layer.cpu_linear = packed[id(layer.weight)]
-        else:
-            layer.quant_method.process_weights_after_loading(layer)
