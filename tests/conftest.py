@@ -100,10 +100,10 @@ DISTRIBUTED_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MAS
 
 def child_environment(**extra):
     """Variables for child processes: one thread each, free ports."""
+    inherited = dict(os.environ)
     # An engine in this process leaves its rank behind in the environment; a child has its own.
-    inherited = {
-        name: value for name, value in os.environ.items() if name not in DISTRIBUTED_VARIABLES
-    }
+    for name in DISTRIBUTED_VARIABLES:
+        inherited.pop(name, None)
     return inherited | {
         "TOKENIZERS_PARALLELISM": "false",
         "MASTER_PORT": str(free_port()),
@@ -112,14 +112,17 @@ def child_environment(**extra):
     }
 
 
-def completed(*command, cwd=None, **extra):
-    """Run a command that must succeed as a child process, and return it with what it printed."""
+def completed(*command, cwd=None, status=0, **extra):
+    """Run a command that must end with this status as a child process, and return it with what it
+    printed.
+    """
     words = [*map(str, command)]
     environment = child_environment(**extra)
     done = subprocess.run(
         words, cwd=cwd, env=environment, capture_output=True, text=True, timeout=2400
     )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    printed = done.stdout[-2000:] + done.stderr[-6000:]
+    assert done.returncode == status, printed
     return done
 
 
@@ -127,8 +130,9 @@ def free_port():
     """Return a port below those that the system hands out:
     nobody else gets it before it is used.
     """
+    port = 10_000 + secrets.randbelow(20_000)
     with socket.socket() as listener, suppress(OSError):
-        listener.bind(("127.0.0.1", port := 10_000 + secrets.randbelow(20_000)))
+        listener.bind(("127.0.0.1", port))
         return port
     return free_port()
 
@@ -163,10 +167,12 @@ def pytest_sessionfinish(session):
     if "KNOWN_SKIPS_ONLY" not in os.environ or hasattr(session.config, "workerinput"):
         return
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
-    skipped = {
-        report.longrepr[2].removeprefix("Skipped: ") for report in reporter.stats.get("skipped", [])
-    }
-    unknown = skipped - set(KNOWN_SKIPS.read_text().splitlines())
+    known = KNOWN_SKIPS.read_text().splitlines()
+    unknown = set()
+    for report in reporter.stats.get("skipped", []):
+        reason = report.longrepr[2].removeprefix("Skipped: ")
+        if reason not in known:
+            unknown.add(reason)
     if unknown:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
         reporter.write_line(
@@ -180,10 +186,10 @@ def pytest_collection_modifyitems(items):
 
     def place(item):
         mark = item.get_closest_marker("xdist_group")
-        group = mark and (mark.args[0] if mark.args else mark.kwargs["name"])
-        if group in LONGEST_FIRST:
-            return LONGEST_FIRST.index(group)
-        return len(LONGEST_FIRST) + (group is None) + (item.get_closest_marker("vllm") is None)
+        if mark and mark.args[0] in LONGEST_FIRST:
+            return LONGEST_FIRST.index(mark.args[0])
+        starts_engine = item.get_closest_marker("vllm") is not None
+        return len(LONGEST_FIRST) + (mark is None) + (not starts_engine)
 
     items.sort(key=place)
 
@@ -217,12 +223,11 @@ def environment_of_a_module():
     """Restore the variables that an engine in this process sets, such as LD_PRELOAD."""
     before = dict(os.environ)
     yield
-    for name in os.environ.keys() - {"PYTEST_CURRENT_TEST"}:
-        if name not in before:
-            del os.environ[name]
-    os.environ.update(
-        {name: value for name, value in before.items() if name != "PYTEST_CURRENT_TEST"}
-    )
+    # pytest itself sets this one
+    before["PYTEST_CURRENT_TEST"] = os.environ["PYTEST_CURRENT_TEST"]
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
 
 
 def start_forks():
@@ -231,14 +236,15 @@ def start_forks():
     return forks.start(directory, environment, owner=int((directory / "owner").read_text()))
 
 
-def selected(request, *parameters):
-    """Return the values of these parameters in the selected tests that use the fixture."""
-    items = [item for item in request.session.items if item.path == request.path]
-    items = [item for item in items if request.fixturename in item.fixturenames]
-    items = [
-        item for item in items if not any(mark.args[0] for mark in item.iter_markers("skipif"))
-    ]
-    return {tuple(item.callspec.params[name] for name in parameters) for item in items}
+def selected(request, cases):
+    """Return those of the cases for which a selected test uses the fixture."""
+    wanted = set()
+    for item in request.session.items:
+        if item.path != request.path or request.fixturename not in item.fixturenames:
+            continue
+        if not any(mark.args[0] for mark in item.iter_markers("skipif")):
+            wanted.add(item.callspec.params["case"])
+    return {case: arguments for case, arguments in cases.items() if case in wanted}
 
 
 def kill_group(leader):
@@ -275,10 +281,10 @@ class Server:
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = directory / f"server-{time.monotonic_ns()}.log"
-        command = [python, "-m", "trl_qurl", "serve", str(model), "--port", str(self.port)]
-        command += ["--kv-cache-memory-bytes", "64M", "--enforce-eager", "--max-model-len", "64"]
-        command += ["--max-num-seqs", "16", *arguments]
-        environment = child_environment(TRL_QURL_CACHE=str(directory / "cache"))
+        options = f"--port {self.port} --kv-cache-memory-bytes 64M --enforce-eager"
+        options += " --max-model-len 64 --max-num-seqs 16"
+        command = [python, "-m", "trl_qurl", "serve", model, *options.split(), *arguments]
+        environment = child_environment(TRL_QURL_CACHE=directory / "cache")
         environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(has_worker))
         with self.log.open("w") as output:
             self.process = subprocess.Popen(
@@ -290,8 +296,8 @@ class Server:
                 process_group=0,
             )
 
-    def wait_until_healthy(self, timeout=240.0):
-        deadline = time.monotonic() + timeout
+    def wait_until_healthy(self):
+        deadline = time.monotonic() + 240
         while time.monotonic() < deadline:
             assert self.process.poll() is None, f"the server ended:\n{self.log.read_text()[-6000:]}"
             try:
@@ -300,7 +306,7 @@ class Server:
             except (urllib.error.URLError, ConnectionError, TimeoutError):
                 time.sleep(0.2)
         raise AssertionError(
-            f"the server did not start within {timeout} s:\n{self.log.read_text()[-6000:]}"
+            f"the server did not start within 240 s:\n{self.log.read_text()[-6000:]}"
         )
 
     def send(self, number):
@@ -309,9 +315,7 @@ class Server:
 
     def kill(self):
         """Kill the server, as in a crash."""
-        if self.process.poll() is None:
-            self.send(signal.SIGKILL)
-        self.process.wait(30)
+        kill_group(self.process)
 
     def stop(self, number=signal.SIGTERM):
         """Stop the server like a user or a batch system, with repeated signals, and return the exit
@@ -346,7 +350,8 @@ def group_members(group):
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(FileNotFoundError, ProcessLookupError):  # it has ended since
-            state, _, its_group, *_ = path.read_text().rpartition(")")[2].split()
+            _, _, after_name = path.read_text().rpartition(")")
+            state, _, its_group, *_ = after_name.split()
             # A process whose first thread has ended keeps its files and locks until the last one has.
             is_running = state != "Z" or len(os.listdir(path.parent / "task")) > 1
             if int(its_group) == group and is_running:
@@ -355,15 +360,9 @@ def group_members(group):
 
 
 @contextmanager
-def vllm_server(
-    model,
-    directory,
-    *arguments,
-    python=sys.executable,
-    has_worker=False,
-):
-    """A server that is up inside the block."""
-    server = Server(model, directory, *arguments, python=python, has_worker=has_worker)
+def vllm_server(*arguments, **options):
+    """A `Server` that is up inside the block."""
+    server = Server(*arguments, **options)
     try:
         yield server.wait_until_healthy()
         server.stop()

@@ -40,14 +40,19 @@ def blocks(page, language):
     """The fenced blocks in a language, or the `indented` blocks."""
     text = page.read_text(encoding="utf-8")
     for match in CODE.finditer(text):
-        if language == ("indented" if match["indented"] else match["language"]):
+        found = "indented" if match["indented"] else match["language"]
+        if found == language:
             line = text[: match.start()].count("\n") + 1
-            yield Block(page, line, language, textwrap.dedent(match["fenced"] or match["indented"]))
+            code = textwrap.dedent(match["fenced"] or match["indented"])
+            yield Block(page, line, language, code)
 
 
 def all_blocks(language):
     """The blocks of all pages."""
-    return [block for page in PAGES for block in blocks(page, language)]
+    found = []
+    for page in PAGES:
+        found += blocks(page, language)
+    return found
 
 
 def new_side(diff):
@@ -73,8 +78,11 @@ def links(page):
 
 def anchors(page):
     """A page's headings as GitHub names them in links."""
-    titles = re.findall(r"^#+ +(.+?)\s*$", prose(page), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+    names = set()
+    for title in re.findall(r"^#+ +(.+?)\s*$", prose(page), re.MULTILINE):
+        name = re.sub(r"[^\w\- ]", "", title.lower())
+        names.add(name.replace(" ", "-"))
+    return names
 
 
 def rows(page, section=""):
@@ -83,10 +91,13 @@ def rows(page, section=""):
     """
     text = prose(page)
     if section:
-        text = text.split(f"\n## {section}\n")[1].split("\n## ")[0]
+        _, text = text.split(f"\n## {section}\n")
+        text, *_ = text.split("\n## ")
     for line, below in pairwise([*text.splitlines(), ""]):
-        if line.startswith("|") and not line.startswith("|--") and not below.startswith("|--"):
-            yield [cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip().strip("|"))]
+        is_head_or_rule = line.startswith("|--") or below.startswith("|--")
+        if line.startswith("|") and not is_head_or_rule:
+            cells = re.split(r"(?<!\\)\|", line.strip().strip("|"))
+            yield [cell.strip() for cell in cells]
 
 
 def commands(text):

@@ -28,7 +28,6 @@ import threading
 import types
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 PRELOADED = """\
 trl.rewards.accuracy_rewards
@@ -191,19 +190,21 @@ def become(job):
         os.close(descriptor)
 
     kind, *further = job["arguments"]
-    sys.path[0] = str(Path(kind).resolve().parent) if kind not in ("-c", "-m") else ""
+    sys.path[0] = ""
+    if kind not in ("-c", "-m"):
+        sys.path[0] = str(Path(kind).resolve().parent)
     places = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[1:1] = [place for place in places if place and place not in sys.path]
     if kind == "-c":
-        code, *further = further
-        sys.argv = ["-c", *further]
+        code, *arguments = further
+        sys.argv = ["-c", *arguments]
         main = sys.modules["__main__"] = types.ModuleType("__main__")
         exec(compile(code, "<string>", "exec"), main.__dict__)
     elif kind == "-m":
         sys.argv = further
         runpy.run_module(further[0], run_name="__main__", alter_sys=True)
     else:
-        sys.argv = [kind, *further]
+        sys.argv = job["arguments"]
         runpy.run_path(kind, run_name="__main__")
 
 
@@ -211,7 +212,7 @@ def end_of(job):
     """Run the job and Python's exit handlers, and return the exit status; skips the teardown of
     modules.
     """
-    status: Any = 0
+    status = 0
     try:
         become(job)
     except SystemExit as end:

@@ -31,22 +31,15 @@ class MadeUpPolicy:
         useful: Which rows' rewards differ.
     """
 
-    def __init__(
-        self,
-        accelerator,
-        group_size,
-        prompts,
-        useful=tells_apart,
-        weights=(1.0, 0.5),
-    ):
+    def __init__(self, accelerator, group_size, prompts, useful=tells_apart):
         self.accelerator = accelerator
         self.group_size = group_size
         self.useful = useful
-        self.rounds: list[int] = []  # completions made in each, in this process
-        self._pending_extra_logs: dict[str, list] = {}
+        self.rounds = []  # completions made in each, in this process
+        self._pending_extra_logs = {}
         self.sampler = DynamicSampler(
             group_size,
-            lambda rewards: weighted_sum(rewards, torch.tensor(weights)),
+            lambda rewards: weighted_sum(rewards, torch.tensor([1.0, 0.5])),
             prompts,
             accelerator,
         )
@@ -54,14 +47,22 @@ class MadeUpPolicy:
     def _generate(self, prompts):
         self.rounds.append(len(prompts))
         offset = len(prompts) * self.accelerator.process_index
-        places = [(offset + i) % self.group_size for i in range(len(prompts))]
-        texts = [f"{prompt}, answer {place}" for prompt, place in zip(prompts, places, strict=True)]
-        ids = [[ord(character) for character in text] for text in texts]
-        logps = [[-1.0] * len(line) for line in ids]
-        listings = [Listing.of(*rows, len(rows[0])) for rows in zip(logps, ids, strict=True)]
-        samples = Samples([[1]] * len(prompts), ids, listings, has_images=False)
+        texts = []
+        ids = []
+        logps = []
+        listings = []
+        for number, prompt in enumerate(prompts, offset):
+            text = f"{prompt}, answer {number % self.group_size}"
+            tokens = list(text.encode())
+            token_logps = [-1.0] * len(tokens)
+            texts.append(text)
+            ids.append(tokens)
+            logps.append(token_logps)
+            listings.append(Listing.of(token_logps, tokens, len(tokens)))
+        prompt_ids = [[1]] * len(prompts)
+        samples = Samples(prompt_ids, ids, listings, has_images=False)
         self.vllm_generation = SimpleNamespace(samples=samples)
-        return [[1]] * len(prompts), ids, None, texts, logps, {}, None, []
+        return prompt_ids, ids, None, texts, logps, {}, None, []
 
     def _calculate_rewards(self, rows, prompts, completions, completion_ids):
         assert [row["prompt"] for row in rows] == prompts
@@ -70,7 +71,8 @@ class MadeUpPolicy:
             assert text.startswith(row["prompt"] + ",")
             # The first completion of a useful group differs; the second reward is the row's number,
             # equal within a group.
-            rewards.append([float(self.useful(row) and text.endswith("0")), row["number"]])
+            differs = self.useful(row) and text.endswith("0")
+            rewards.append([float(differs), row["number"]])
         self._pending_extra_logs["seen"] = [f"saw {text}" for text in completions]
         return self.accelerator.gather(torch.tensor(rewards))
 

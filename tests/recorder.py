@@ -55,7 +55,6 @@ class Recorder(TorchDispatchMode):
                 outcome = "done"
             except Exception as error:
                 outcome = type(error).__name__
-                self.error = error
             self.meet(["end", outcome], tuple(range(dist.get_world_size())))
         except OutOfOrder as error:
             return f"OutOfOrder: {error}"
@@ -86,12 +85,11 @@ class Recorder(TorchDispatchMode):
             return  # it only waits for a result, or wraps one
         [group] = groups or [dist.distributed_c10d._resolve_process_group(names[-1])]
         nbytes = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
-        # its device
-        root = [leaf for leaf in leaves if type(leaf) is int] if operation != "barrier" else []
+        made = [operation, group.group_name, nbytes]
+        if operation != "barrier":  # whose number is its device
+            made += [leaf for leaf in leaves if type(leaf) is int]  # the root
         self.total += 1
-        self.meet(
-            [operation, group.group_name, nbytes, *root], tuple(dist.get_process_group_ranks(group))
-        )
+        self.meet(made, tuple(dist.get_process_group_ranks(group)))
 
     def meet(self, made, ranks):
         """Raise `OutOfOrder` unless all of these processes do the same next."""
@@ -101,11 +99,15 @@ class Recorder(TorchDispatchMode):
         key = f"{self.name}/{ranks}/{self.counts[ranks]}"
         # Where this process is in the project, in TRL and in the tests.
         calls = [line for line in traceback.format_stack() if re.search(SHOWN, line)]
-        self.store.set(f"{key}/{dist.get_rank()}", json.dumps([made, calls]))
+        own = dist.get_rank()
+        self.store.set(f"{key}/{own}", json.dumps([made, calls]))
+        all_made = {}
         try:
-            all_made = {rank: json.loads(self.store.get(f"{key}/{rank}")) for rank in ranks}
+            for rank in ranks:
+                of_rank = self.store.get(f"{key}/{rank}")
+                all_made[rank] = json.loads(of_rank)
         except dist.DistStoreError:
-            all_made = {dist.get_rank(): [made, calls], "another": ["nothing in time", []]}
+            all_made = {own: [made, calls], "another": ["nothing in time", []]}
         if any(theirs != made for theirs, _ in all_made.values()):
             self.difference = f"collective {self.counts[ranks]} differs"
             for rank, (theirs, lines) in all_made.items():

@@ -1,7 +1,5 @@
 """The objectives as the paper prints them, which ours and the trainers' are tested against."""
 
-import math
-
 import torch
 
 from trl_qurl.objective import get_objective, importance_ratio
@@ -49,8 +47,6 @@ def reference_objective(
         return clipped((policy_logps - below).exp(), upper)
     if name == "decoupled":  # Eq. 4
         return rho * clipped(R, upper)
-    assert cap is not None
-    assert 0 < cap < math.inf
     weight = rho.clamp(max=cap)  # (B, T), Eq. 5
     if name == "tis":
         return weight * clipped(R, upper)

@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from conftest import needs_avx512
 from documents import ROOT
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
+from support.dense_models import logits
 from tiny import WHOLE_BLOCKS, layers_of, save_tiny, stream_of, tiny_model
 from transformers import AutoModelForCausalLM
 from vllm.config.lora import MaxLoRARanks
@@ -32,19 +33,12 @@ from trl_qurl.rollout.errors import SyncError
 from trl_qurl.rollout.group import APART, TOGETHER
 from trl_qurl.rollout.routes import AdapterRoute
 
-TOKENS = torch.tensor([[5, 9, 70, 33]])
-
 
 def adapted(model=None, **settings):
     torch.manual_seed(1)  # of an adapter that changes the model
     defaults = {"r": 4, "target_modules": ["q_proj", "up_proj"], "init_lora_weights": False}
     config = LoraConfig(task_type="CAUSAL_LM", **defaults | settings)
     return get_peft_model(model or tiny_model(), config).eval()
-
-
-def logits(model):
-    with torch.no_grad():
-        return model(TOKENS).logits
 
 
 # Which adapters can be sent
@@ -100,16 +94,11 @@ PiSSA, which changes the base:
 @pytest.mark.parametrize("kind", SENDABLE)
 def test_a_written_adapter_computes_what_was_trained(kind, tmp_path):
     model = adapted(**SENDABLE[kind])
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.add_(0.1 * torch.randn_like(parameter))
     assert adapter_obstacle(model) is None
     before = model.peft_config["default"].to_dict()
     write_adapter(model, adapter_tensors(model), tmp_path / "adapter")
     assert model.peft_config["default"].to_dict() == before
     trained = logits(model)
-    base = model.get_base_model()
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     # vLLM computes one scaling for all layers, from these three.
     assert config["lora_alpha"] / config["r"] == 1.0
@@ -119,7 +108,6 @@ def test_a_written_adapter_computes_what_was_trained(kind, tmp_path):
     with model.disable_adapter():
         assert not torch.allclose(trained, logits(model), atol=1e-2), "the adapter does nothing"
     loaded = PeftModel.from_pretrained(model.unload(), tmp_path / "adapter").eval()
-    assert loaded.get_base_model() is base
     torch.testing.assert_close(logits(loaded), trained, rtol=1e-5, atol=1e-5)
 
 
@@ -131,7 +119,8 @@ def test_the_documented_options_of_vllms_server_exist():
     assert given.enable_lora
     assert given.max_lora_rank >= 8
     [served] = given.lora_modules
-    assert (served.name, served.path) == ("policy", "DIR/adapter")
+    assert served.name == "policy"
+    assert served.path == "DIR/adapter"
 
 
 def test_an_inactive_adapter_is_not_sent():
@@ -142,8 +131,9 @@ def test_an_inactive_adapter_is_not_sent():
     assert adapter_rank(model) == 4
     torch.testing.assert_close(dict(adapter_tensors(model)), expected, rtol=0, atol=0)
     with model.disable_adapter():
-        sent = adapter_tensors(model)
-        assert not any(tensor.any() for name, tensor in sent if ".lora_B." in name)
+        for name, tensor in adapter_tensors(model):
+            if ".lora_B." in name:
+                assert not tensor.any(), name
 
 
 def test_engines_are_started_for_the_largest_rank():
@@ -192,7 +182,8 @@ def test_an_adapter_that_cannot_be_sent_is_refused_on_request():
 def test_a_rounded_base_equals_the_engines_dequantized_codes(scheme, dtype):
     original = tiny_model(dtype=torch.bfloat16, **WHOLE_BLOCKS).float()
     exact = {name: p.detach().clone() for name, p in original.named_parameters()}
-    sent = dict(stream_of(original, scheme).tensors(iter(exact.items()), is_exact=True))
+    stream = stream_of(original, scheme)
+    sent = dict(stream.tensors(iter(exact.items()), is_exact=True))
     model = adapted(original, target_modules=["q_proj"])
     layers = layers_of(model, scheme=scheme)
     base = model.get_base_model()

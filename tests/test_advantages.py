@@ -26,10 +26,12 @@ def slow_advantages(rewards, values, bootstrap, mask, gamma, lam):
     for row in range(len(values)):
         steps = mask[row].nonzero().flatten().tolist()
         V = [*values[row, steps], bootstrap[row]]
-        delta = [rewards[row, t] + gamma * V[i + 1] - V[i] for i, t in enumerate(steps)]
+        delta = []
         for i, t in enumerate(steps):
-            later = enumerate(delta[i:])
-            advantages[row, t] = sum((gamma * lam) ** k * each for k, each in later)
+            delta.append(rewards[row, t] + gamma * V[i + 1] - V[i])
+        for i, t in enumerate(steps):
+            for k, later in enumerate(delta[i:]):
+                advantages[row, t] += (gamma * lam) ** k * later
     return advantages, (advantages + values) * mask
 
 

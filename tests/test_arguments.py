@@ -37,6 +37,9 @@ def prompts(common, last):
     return Dataset.from_dict({"prompt": [*[common] * 15, last]})
 
 
+LONG = prompts("ab", "a" * 20)
+
+
 @pytest.fixture(autouse=True)
 def no_engine(monkeypatch):
     monkeypatch.setattr(INIT, start_no_engine)
@@ -152,7 +155,8 @@ def test_columns_are_known_when_rows_are_read(attempt):
     """Those of a stream, and of a transform."""
     stream = PROMPTS.to_iterable_dataset().map(lambda row: row)
     made = QUESTIONS.with_transform(lambda rows: rows | {"prompt": rows["question"]})
-    assert attempt(data=stream) == attempt(data=made, eval_dataset=made) == STARTED
+    assert attempt(data=stream) == STARTED
+    assert attempt(data=made, eval_dataset=made) == STARTED
 
 
 # Prompts
@@ -186,7 +190,7 @@ def test_prompts_are_measured_before_the_engine_starts_if_the_context_is_set(cls
     def attempt_with(context):
         args = {"vllm_max_model_length": context}
         # a critic starts from a path
-        return attempt(cls, args=args, model=path, data=prompts("ab", "a" * 20))
+        return attempt(cls, args=args, model=path, data=LONG)
 
     assert "train_dataset[15] of 20 tokens" in attempt_with(20)
     assert attempt_with(21) == STARTED
@@ -197,17 +201,21 @@ def test_completions_that_end_early_are_warned_of(length, is_warned_of, attempt,
     """The longest prompt leaves room for one token. A length of `None` is all that is left."""
     MultiProcessAdapter.warning_once.cache_clear()
     args = {"vllm_max_model_length": 21, "max_completion_length": length}
-    assert attempt(args=args, data=prompts("ab", "a" * 20)) == STARTED
+    assert attempt(args=args, data=LONG) == STARTED
     warnings = [text for text in caplog.messages if "Long prompts" in text]
-    assert [f"max_completion_length={length}" in text for text in warnings] == [True] * is_warned_of
+    if is_warned_of:
+        [warning] = warnings
+        assert f"max_completion_length={length}" in warning
+    else:
+        assert not warnings
 
 
 def test_a_part_of_a_large_dataset_is_measured(built, attempt, monkeypatch):
     monkeypatch.setattr("trl_qurl.trainers.checks.prompts.MEASURED", 15)
     monkeypatch.setattr("trl_qurl.trainers.checks.prompts.BATCH", 4)
-    built(data=prompts("ab", "a" * 20))
-    data = prompts("ab", "a" * 20).select([*range(13), 15, 15])
-    assert "train_dataset[13] of 20 tokens" in attempt(data=data)
+    built(data=LONG)
+    earlier = LONG.select([*range(13), 15, 15])
+    assert "train_dataset[13] of 20 tokens" in attempt(data=earlier)
 
 
 def tokenizer_that_adds(single):
@@ -218,9 +226,10 @@ def tokenizer_that_adds(single):
     special = [("<eos>", 1), ("<bos>", 2)]
     processor = TemplateProcessing(single=single, special_tokens=special)
     tokenizer.backend_tokenizer.post_processor = processor
-    chat = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    chat += "{% if add_generation_prompt %}:{% endif %}"
-    tokenizer.chat_template = chat
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}:{% endif %}"
+    )
     return tokenizer
 
 
@@ -244,8 +253,11 @@ def test_prompts_that_the_policy_would_not_answer_get_a_warning(
     data = Dataset.from_dict({"prompt": [*[plain] * 14, prompt, prompt]})
     built(data=data, processing_class=tokenizer_that_adds(single))
     warnings = [text for text in caplog.messages if "the first of which is" in text]
-    assert len(warnings) == (message is not None)
-    assert not warnings or message in warnings[0]
+    if message is None:
+        assert not warnings
+    else:
+        [warning] = warnings
+        assert message in warning
 
 
 def test_a_token_beyond_the_embedding_is_refused_if_a_prompt_has_it(attempt, tmp_path):
@@ -271,8 +283,9 @@ def test_a_policy_that_nothing_trains_is_refused(attempt):
     refused = "no trainable parameter"
     for given in ({"model": get_peft_model(tiny_model(), frozen)}, {"peft_config": frozen}):
         assert_names(attempt(**given), refused, "is_trainable=True", "inference_mode=False")
-    assert attempt(model=get_peft_model(tiny_model(), lora)) == STARTED
-    merged = attempt(model=get_peft_model(tiny_model(), lora).merge_and_unload())
+    adapted = get_peft_model(tiny_model(), lora)
+    assert attempt(model=adapted) == STARTED
+    merged = attempt(model=adapted.merge_and_unload())
     assert_names(merged, refused, "requires_grad_", "merge_and_unload")
 
 
@@ -293,8 +306,11 @@ def test_a_reference_that_is_not_the_policy_is_warned_of(built, path, tmp_path, 
 
 
 def test_a_run_on_a_cpu_that_is_too_short_is_not_compiled(tmp_path, monkeypatch):
-    size = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
-    size["max_completion_length"] = 50
+    size = {
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "max_completion_length": 50,
+    }
 
     def is_eager(max_steps, **given):
         changes = {"max_steps": max_steps, "vllm_engine_kwargs": given}

@@ -1,11 +1,9 @@
 """`make baselines` compares figures with stored ones."""
 
-import importlib
 import json
 import sys
 
 import pytest
-from documents import ROOT
 
 STORED = {"startup": 0.05, "decode": 0.6}
 
@@ -19,10 +17,9 @@ STORED = {"startup": 0.05, "decode": 0.6}
         ({"startup": 0.001, "decode": 0.44}, "decode"),
     ],
 )
-def test_a_worse_figure_fails_and_is_not_stored(now, worse, monkeypatch, tmp_path, capsys):
+def test_a_worse_figure_fails_and_is_not_stored(now, worse, script, monkeypatch, tmp_path, capsys):
     """With measurements that take minutes replaced by their results."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")  # as for a script
-    baselines = importlib.import_module("baselines")
+    baselines = script("benchmarks", "baselines")
     path = tmp_path / "kind.json"
     monkeypatch.setattr(sys, "argv", ["baselines.py", "--baselines", str(path)])
     for found, failure in ((STORED, ""), (now, worse)):

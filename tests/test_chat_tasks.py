@@ -8,15 +8,21 @@ def test_no_question_is_both_held_out_and_learned_from():
     for task in TASKS.values():
         held_out = [messages for messages, _ in task.held_out]
         assert held_out
-        assert not [messages for messages, _ in task.learned if messages in held_out]
+        for messages, _ in task.learned:
+            assert messages not in held_out
 
 
 def test_one_digit_arithmetic():
-    every = [*TASKS["arithmetic"].learned, *TASKS["arithmetic"].held_out]
-    answers = {messages[-1]["content"]: answer for messages, answer in every}
+    task = TASKS["arithmetic"]
+    answers = {}
+    for messages, answer in (*task.learned, *task.held_out):
+        answers[messages[-1]["content"]] = answer
     assert len(answers) == 128
-    assert (answers["What is 7 times 8?"], answers["What is 7 plus 8?"]) == (56, 15)
-    assert [last_number(text, 12) for text in ("3 x 4 = 12.", "12 is 3 x 4", "112")] == [1, 0, 0]
+    assert answers["What is 7 times 8?"] == 56
+    assert answers["What is 7 plus 8?"] == 15
+    assert last_number("3 x 4 = 12.", 12) == 1
+    assert last_number("12 is 3 x 4", 12) == 0
+    assert last_number("112", 12) == 0
 
 
 def test_updates_per_rollout():

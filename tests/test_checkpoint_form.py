@@ -38,10 +38,7 @@ from trl_qurl.rollout.checks.adapter import adapter_obstacle, check_rounding
 from trl_qurl.rollout.checks.hardware import check_cpu_build
 from trl_qurl.rollout.preparation import plan_rollouts
 
-
-def saved(model, directory):
-    model.save_pretrained(directory)
-    return load_file(directory / "model.safetensors")
+ON_GPU = torch.cuda.is_available()
 
 
 def assert_same(found, expected):
@@ -52,15 +49,20 @@ def assert_same(found, expected):
 
 
 def model_of(family):
-    return tiny_mixture(family) if family in MIXTURES else tiny_vision_model(family)
+    if family in MIXTURES:
+        return tiny_mixture(family)
+    if family in VISION_FAMILIES:
+        return tiny_vision_model(family)
+    return tiny_model(family)
 
 
 @pytest.mark.parametrize("family", [*MIXTURES, *VISION_FAMILIES, "qwen2"])
 def test_sent_tensors_are_those_of_the_models_checkpoint(family, tmp_path):
-    model = tiny_model() if family == "qwen2" else model_of(family)
+    model = model_of(family)
     form = CheckpointForm(model, splits_experts=False)
     sent = dict(form.convert(model_parameters(model)))
-    assert_same(sent, saved(model, tmp_path))
+    model.save_pretrained(tmp_path)
+    assert_same(sent, load_file(tmp_path / "model.safetensors"))
     layout = {}
     for held in form.layout.values():
         layout |= held
@@ -118,12 +120,15 @@ def test_a_format_without_a_kernel_for_this_cpu_is_refused_and_an_inexact_one_na
     fitting_formats(tiny_model(), ["int8"], ["lm_head"], print)
     capabilities["avx512_vnni"] = False
     fitting_formats(tiny_model(), ["w8a16", "int8"], ["lm_head"], print)
-    assert caplog.text.count("no VNNI") == (not torch.cuda.is_available())
+    assert caplog.text.count("no VNNI") == (not ON_GPU)
     message = (
         "For W4A16, vLLM.s CPU build has kernels only for CPUs with avx512_f, which this one "
         "lacks: choose"
     )
-    with nullcontext() if torch.cuda.is_available() else pytest.raises(ValueError, match=message):
+    ends = pytest.raises(ValueError, match=message)
+    if ON_GPU:
+        ends = nullcontext()
+    with ends:
         check_cpu_build(tiny_model().config, {"layer": get_scheme("w4a16")})
 
 
@@ -138,16 +143,14 @@ def test_experts_without_a_kernel_are_refused_with_the_pattern(has_amx):
     model = tiny_mixture("mixtral")
     check_cpu_build(model.config, make_plan(model, "int8", SIXTEEN_BIT_EXPERTS).schemes)
     check_cpu_build(model.config)
-    is_refused = not has_amx and not torch.cuda.is_available()
-    with (
-        pytest.raises(ValueError, match=r"INT8 experts only on .* AMX, .* add 're:")
-        if is_refused
-        else nullcontext()
-    ):
+    ends = nullcontext()
+    if not has_amx and not ON_GPU:
+        ends = pytest.raises(ValueError, match=r"INT8 experts only on .* AMX, .* add 're:")
+    with ends:
         check_cpu_build(model.config, make_plan(model, "int8").schemes)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="about vLLM's CPU build")
+@pytest.mark.skipif(ON_GPU, reason="about vLLM's CPU build")
 def test_experts_without_a_kernel_stay_in_16_bits(has_amx, caplog):
     """Unless a pattern asks for them, or a server runs them."""
     PartialState()  # for the log

@@ -2,12 +2,11 @@
 
 import dataclasses
 import re
-import subprocess
 import sys
 from unittest.mock import MagicMock
 
 import pytest
-from conftest import child_environment
+from conftest import completed
 from documents import ROOT
 from tiny import save_tiny
 from trl import ModelConfig
@@ -24,40 +23,34 @@ HEAVY = ("torch", "transformers", "trl", "vllm", "datasets", "matplotlib", "rich
 TRAINING = ("grpo", "ppo", "rloo")
 
 
-def run(*arguments, **environment):
-    """Run Python in a new process."""
-    return subprocess.run(
-        [sys.executable, *arguments],
-        capture_output=True,
-        text=True,
-        env=child_environment(**environment),
-        timeout=120,
-        check=False,
-    )
-
-
 def test_help_names_the_commands(capsys):
     assert cli.main([]) == 0, "without arguments the commands are listed"
     out = capsys.readouterr().out
-    assert all(f"    {name} " in out for name in COMMANDS)
+    for name in COMMANDS:
+        assert f"    {name} " in out
 
 
 def test_a_command_imports_its_own_module_and_nothing_heavy():
     """Except torch, for the dtypes of the formats. Commands of the core do not import the lab."""
-    names = sorted(COMMANDS.keys() - {*TRAINING}, key=lambda name: ".lab." in COMMANDS[name].module)
+    core = []
+    lab = []
+    for name in sorted(COMMANDS.keys() - {*TRAINING}):
+        if ".lab." in COMMANDS[name].module:
+            lab.append(name)
+        else:
+            core.append(name)
     code = "import sys; from trl_qurl import cli\n"
     code += "try: cli.main(['--help'])\nexcept SystemExit: pass\n"
     code += f"assert not {{*{HEAVY}}} & sys.modules.keys()\n"
-    for name in names:
+    for name in [*core, *lab]:
         code += f"try: cli.main([{name!r}, '--help'])\nexcept SystemExit: pass\n"
-        if ".lab." not in COMMANDS[name].module:
+        if name in core:
             code += "assert not [module for module in sys.modules if '.lab' in module]\n"
     code += f"assert not {{*{HEAVY[1:]}}} & sys.modules.keys()\n"
-    done = run("-c", code)
-    assert done.returncode == 0, done.stderr
-    assert re.findall(r"^usage: trl-qurl (\w+) ", done.stdout, re.MULTILINE) == names
+    printed = completed(sys.executable, "-c", code).stdout
+    assert re.findall(r"^usage: trl-qurl (\w+) ", printed, re.MULTILINE) == [*core, *lab]
     code = "import sys; from trl_qurl import cli\nassert cli.main(['grpo', '--modle', 'm']) == 2\n"
-    run("-c", f"{code}assert not {{*{HEAVY}}} & sys.modules.keys()").check_returncode()
+    completed(sys.executable, "-c", f"{code}assert not {{*{HEAVY}}} & sys.modules.keys()")
 
 
 @pytest.mark.parametrize(
@@ -130,10 +123,10 @@ def test_control_c_is_one_line(tmp_path):
         "import os, signal; os.kill(os.getpid(), signal.SIGINT)\n"
     )
     (tmp_path / "config.json").write_text("{}")
-    command = f"-m trl_qurl quantize {tmp_path} {tmp_path}/out --scheme int8"
-    done = run(*command.split(), PYTHONPATH=f"{tmp_path}:{ROOT}")
-    # after the terminal's ^C
-    assert (done.returncode, done.stderr) == (130, "\ntrl-qurl: interrupted\n")
+    options = f"-m trl_qurl quantize {tmp_path} {tmp_path}/out --scheme int8"
+    command = [sys.executable, *options.split()]
+    done = completed(*command, status=130, PYTHONPATH=f"{tmp_path}:{ROOT}")
+    assert done.stderr == "\ntrl-qurl: interrupted\n"  # after the terminal's ^C
 
 
 @pytest.mark.parametrize("error", [ValueError, ImportError, OSError, TypeError])

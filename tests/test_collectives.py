@@ -32,11 +32,11 @@ FAULTY = [
 
 def check(record):
     outcomes = record["outcomes"]
-    wrong = [
-        f"{name}: {end}"
-        for name, end in outcomes.items()
-        if end not in ENDS.get(name.split(":")[0], {"done"})
-    ]
+    wrong = []
+    for name, end in outcomes.items():
+        kind, _, _ = name.partition(":")
+        if end not in ENDS.get(kind, {"done"}):
+            wrong.append(f"{name}: {end}")
     assert not wrong, "\n\n".join(wrong)
     return outcomes
 

@@ -1,12 +1,10 @@
 """`tools/cuda_contract.py`: a made-up wheel of the installed release, with other sources."""
 
-import importlib
 import re
 import zipfile
 from importlib.metadata import version
 
 import pytest
-from documents import ROOT
 
 WORKER = "vllm/v1/worker/gpu_worker.py"
 CHANGES = {
@@ -17,13 +15,12 @@ CHANGES = {
 
 
 @pytest.mark.slow  # weekly, before the tool itself
-def test_a_name_that_is_gone_or_defined_otherwise_fails(monkeypatch, tmp_path, capfd):
-    monkeypatch.syspath_prepend(ROOT / "tools")
-    command = importlib.import_module("cuda_contract")
+def test_a_name_that_is_gone_or_defined_otherwise_fails(script, tmp_path, capfd):
+    command = script("tools", "cuda_contract")
     site = command.contract.source_file("vllm").parents[1]
-    sources = {str(file.relative_to(site)): file for file in (site / "vllm").rglob("*.py")}
-    texts = {name: file.read_text() for name, file in sources.items()}
-    texts["vllm/third_party/more.py"] = ""  # other files may differ
+    texts = {"vllm/third_party/more.py": ""}  # other files may differ
+    for file in (site / "vllm").rglob("*.py"):
+        texts[str(file.relative_to(site))] = file.read_text()
     for before, after in CHANGES.items():
         assert before in texts[WORKER]
         texts[WORKER] = texts[WORKER].replace(before, after)

@@ -203,5 +203,8 @@ def test_the_answers_of_two_benchmarks_are_graded():
         # TRL cannot read 11\sqrt2, but the same text is right.
         assert all(are_correct(texts, solutions))
         are_right = are_correct(texts[:-1], solutions[1:])
-        rows = zip(pairwise(answers), are_right, strict=True)
-        assert [pair for pair, is_right in rows if is_right and pair[0] != pair[1]] == equal
+        graded_alike = []
+        for pair, is_right in zip(pairwise(answers), are_right, strict=True):
+            if is_right and pair[0] != pair[1]:
+                graded_alike.append(pair)
+        assert graded_alike == equal

@@ -35,7 +35,10 @@ def logps_of(server, engine):
     headers = {"X-data-parallel-rank": str(engine)}
     [choice] = ask(server, headers, max_tokens=1, prompt_logprobs=0)
     rows = choice["prompt_logprobs"][1:]
-    return [row[str(token)]["logprob"] for token, row in zip(PROBE[1:], rows, strict=True)]
+    logps = []
+    for token, row in zip(PROBE[1:], rows, strict=True):
+        logps.append(row[str(token)]["logprob"])
+    return logps
 
 
 # A plugin of vLLM, which loads it in every process. While the file `flag` exists, the second engine
@@ -75,9 +78,7 @@ def tampering(tmp_path, monkeypatch):
     (site / "tampering-1.dist-info" / "entry_points.txt").write_text(
         "[vllm.general_plugins]\ntampering = tampering:register\n"
     )
-    monkeypatch.setenv(
-        "PYTHONPATH", os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")]))
-    )
+    monkeypatch.setenv("PYTHONPATH", str(site), prepend=os.pathsep)
     return flag
 
 

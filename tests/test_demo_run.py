@@ -1,10 +1,9 @@
 """`trl-qurl demo` with each algorithm, for two rollouts of a policy with random weights."""
 
-import subprocess
 import sys
 
 import pytest
-from conftest import child_environment, completed
+from conftest import completed
 from documents import ROOT
 
 from trl_qurl.cli import main
@@ -24,7 +23,7 @@ def test_bad_arguments_are_refused(capsys):
 
 
 def test_the_command_that_is_proposed_works_in_a_new_shell(tmp_path):
-    shell = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
+    shell = {"PATH": "/usr/bin:/bin", "PYTHONPATH": ROOT}
     code = "from trl_qurl.lab.processes import name_of_command; print(name_of_command())"
     name = completed(sys.executable, "-c", code, cwd=tmp_path, **shell).stdout.strip()
     completed("sh", "-c", f"{name} mismatch MODEL --help", cwd=tmp_path, **shell)
@@ -41,14 +40,10 @@ def test_the_demo_compares_and_draws(algorithm, warm_python, tmp_path, monkeypat
     warm_start.cached_warm_start(warm_start.WarmStartSettings(), tmp_path / "cache")
 
     options = ["--algorithm", algorithm, "--rollouts", "2", "--output-dir", "out"]
-    cache = str(tmp_path / "cache")
-    environment = child_environment(TRL_QURL_CACHE=cache, PYTHONPATH=str(ROOT), COLUMNS="80")
+    environment = {"TRL_QURL_CACHE": f"{tmp_path}/cache", "PYTHONPATH": ROOT, "COLUMNS": "80"}
     command = [warm_python, "-m", "trl_qurl", "demo", *options]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500
-    )
     # Two rollouts teach this policy nothing.
-    assert done.returncode == 1, done.stderr[-4000:]
+    done = completed(*command, cwd=tmp_path, status=1, **environment)
     assert "the demo failed: the policy's accuracy went from 0.000 to 0.000" in done.stderr
     printed = " ".join(done.stdout.split())
     start = "Starting vLLM: its rollouts compute with INT8, the policy learns with 32 bits"

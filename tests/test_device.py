@@ -1,11 +1,11 @@
 """Settings for a machine without an accelerator."""
 
 import os
-import subprocess
 import sys
 
 import pytest
 import torch
+from conftest import completed
 from documents import ROOT
 
 from trl_qurl import cli
@@ -79,13 +79,10 @@ print(faults())
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="memory is kept on CPUs only")
-def test_freed_memory_is_used_again():
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")
-    }
-    environment["PYTHONPATH"] = str(ROOT)
-    done = subprocess.run(
-        [sys.executable, "-c", FAULTS], env=environment, capture_output=True, check=True
-    )
+def test_freed_memory_is_used_again(monkeypatch):
+    for name in [*os.environ]:
+        if name.startswith("MALLOC_"):
+            monkeypatch.delenv(name)
+    done = completed(sys.executable, "-c", FAULTS, PYTHONPATH=ROOT)
     freed, kept = map(int, done.stdout.split())
     assert kept < freed / 10

@@ -13,13 +13,18 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import save_file
 
-from trl_qurl.quantization.files import PrivateDirectory, new_directory
+from trl_qurl.quantization.files import PrivateDirectory
 from trl_qurl.rollout.directory import CheckpointFolder
+
+
+def private(parent):
+    return PrivateDirectory(str(parent), 0)
 
 
 def directories(parent):
     """The directories of runs; empty lock files stay beside them."""
-    assert all(path.stat().st_size == 0 for path in parent.glob("*/*.lock"))
+    for path in parent.glob("*/*.lock"):
+        assert path.stat().st_size == 0
     return sorted(path for path in parent.glob("*/*") if path.suffix != ".lock")
 
 
@@ -36,24 +41,24 @@ weakref.finalize(wait, wait)  # runs before the directory's, as that of an engin
 
 
 def test_it_is_removed_with_its_object_or_before(tmp_path):
-    directory = PrivateDirectory(str(tmp_path), 0)
+    directory = private(tmp_path)
     (directory.path / "file").write_text("weights")
     directory.remove()
     assert directories(tmp_path) == []
     directory.remove()  # a second call does nothing
-    directory = PrivateDirectory(str(tmp_path), 0)
+    directory = private(tmp_path)
     del directory
     assert directories(tmp_path) == []
 
 
 def test_its_name_is_the_same_for_the_next_run(tmp_path):
     """vLLM finds a compiled graph by the model's path, among other things."""
-    first = PrivateDirectory(str(tmp_path), 0)
-    beside = PrivateDirectory(str(tmp_path), 0)
+    first = private(tmp_path)
+    beside = private(tmp_path)
     assert first.path != beside.path
     path = first.path
     first.remove()
-    assert PrivateDirectory(str(tmp_path), 0).path == path
+    assert private(tmp_path).path == path
 
 
 def test_lock_is_kept_until_the_directory_is_removed(warm_python, tmp_path):
@@ -65,7 +70,7 @@ def test_lock_is_kept_until_the_directory_is_removed(warm_python, tmp_path):
     with subprocess.Popen(command, text=True, **pipes) as process:
         path = process.stdout.readline().strip()
         assert process.stdout.readline() == "exiting\n"
-        directory = PrivateDirectory(str(tmp_path), 0)
+        directory = private(tmp_path)
         assert str(directory.path) != path
         assert os.path.exists(path)
         process.communicate("")
@@ -74,8 +79,8 @@ def test_lock_is_kept_until_the_directory_is_removed(warm_python, tmp_path):
 
 
 def save(named_tensors, path):
-    with new_directory(path) as tmp:
-        save_file(dict(named_tensors), tmp / "model.safetensors")
+    path.mkdir()
+    save_file(dict(named_tensors), path / "model.safetensors")
 
 
 @pytest.fixture
@@ -103,13 +108,13 @@ def test_directory_of_another_user_is_refused(tmp_path):
     """At the start, and when one that has vanished is made again."""
     if os.geteuid() != 0:
         pytest.skip("giving a directory to another user needs privileges")
-    directory = PrivateDirectory(str(tmp_path), 0)
+    directory = private(tmp_path)
     os.chown(directory.path, 12345, 12345)
     with pytest.raises(PermissionError, match="belongs to another user"):
         directory.make()
     os.chown(directory.path.parent, 12345, 12345)
     with pytest.raises(OSError, match="belongs to another user.*rollout_checkpoint_dir"):
-        PrivateDirectory(str(tmp_path), 0)
+        private(tmp_path)
 
 
 @pytest.mark.parametrize("runs", [80, pytest.param(4000, marks=pytest.mark.slow)])
@@ -122,7 +127,7 @@ def test_no_run_loses_its_directory_to_another(runs, run_scenario, tmp_path):
     assert record["lost"] == []
     assert record["ends"].keys() == {"0", str(-signal.SIGKILL)}, "a run failed"
     assert sum(record["ends"].values()) == runs
-    directory = PrivateDirectory(str(tmp_path / "rollouts"), 0)
+    directory = private(tmp_path / "rollouts")
     left = directories(tmp_path / "rollouts")
     assert left == [directory.path], "directories of killed runs were not removed"
     assert (tmp_path / "rollouts" / "something else").exists()

@@ -31,8 +31,13 @@ W4A16 = {"rollout_quantization": "w4a16"}
 FILES = CHECKED | {"weight_sync": "checkpoint"}
 COMPRESSOR = CHECKED | {"weight_sync": "llmcompressor"}
 ROUNDED = ADAPTER | {"round_base": True}
-DOWN_IN_4_BITS = {"re:.*down_proj": "w4a16", "*": "int8"}
-MIXED = {"rollout_quantization": {"re:.*layers.0.*o_proj": "none"} | DOWN_IN_4_BITS}
+MIXED = {
+    "rollout_quantization": {
+        "re:.*layers.0.*o_proj": "none",
+        "re:.*down_proj": "w4a16",
+        "*": "int8",
+    }
+}
 RLOO = {"beta": 0.0, "objective": "decoupled"}
 LORA = ["--lora"]
 UNTIED = ["--untied"]
@@ -75,10 +80,14 @@ SERVED = {
 
 
 def marks(case):
-    needs = [needs_avx512] if case.startswith("w4a16") or "FP8 cache" in case else []
+    found = []
+    if case.startswith("w4a16") or "FP8 cache" in case:
+        found.append(needs_avx512)
     if "llm-compressor" in case:
-        needs.append(needs_llmcompressor)
-    return [*needs, pytest.mark.slow] if case in CORNERS else needs
+        found.append(needs_llmcompressor)
+    if case in CORNERS:
+        found.append(pytest.mark.slow)
+    return found
 
 
 def config_of(arguments):
@@ -96,13 +105,16 @@ def trained(train, run_scenario, tmp_path_factory):
         runs = []
         engines = []
         for number, (case, arguments) in enumerate(cases.items()):
-            checkpoint = directory / f"checkpoint {number}"
+            checkpoint = f"{directory}/checkpoint {number}"
             config = common | config_of(arguments)
             runs.append([directory / "out", "--export", checkpoint, *arguments, config])
-            engines.append(f"{checkpoint}@fp8" if "FP8 cache" in case else checkpoint)
+            if "FP8 cache" in case:
+                checkpoint += "@fp8"
+            engines.append(checkpoint)
         records = train(*runs)
         fresh = run_scenario("fresh_engine.py", *engines)
-        return dict(zip(cases, zip(records, fresh, strict=True), strict=True))
+        results = zip(records, fresh, strict=True)
+        return dict(zip(cases, results, strict=True))
 
     return run
 
@@ -112,7 +124,8 @@ def assert_holds(case, arguments, record, fresh):
     config = config_of(arguments)
     if "sync_check_interval" in config:
         assert record["is_proven"]
-        assert all(row["time/sync_check_s"] > 0 for row in rollout_rows(record))
+        for row in rollout_rows(record):
+            assert row["time/sync_check_s"] > 0
     formats = "w4a16" if "w4a16" in case else config.get("rollout_quantization", "int8")
     tolerance = SAME_BF16 if formats in (None, "w4a16") else SAME
     assert_synced(record, fresh, lora="--lora" in arguments, tolerance=tolerance)
@@ -124,8 +137,7 @@ def assert_holds(case, arguments, record, fresh):
 
 @pytest.fixture(scope="module")
 def colocated(request, trained):
-    wanted = selected(request, "case")
-    return trained({case: arguments for case, arguments in ALL.items() if (case,) in wanted})
+    return trained(selected(request, ALL))
 
 
 @pytest.mark.xdist_group("colocated")
@@ -134,31 +146,24 @@ def test_colocated_engine_holds_the_trained_weights(case, colocated):
     assert_holds(case, ALL[case], *colocated[case])
 
 
-def through(server, rollouts):
-    """Settings of a run with a server."""
+@pytest.fixture(scope="module")
+def on_server(int8_server, tmp_path_factory):
+    """Settings of a run with the shared server."""
     return {
         "vllm_mode": "server",
-        "vllm_server_base_url": server.url,
-        "rollout_checkpoint_dir": str(rollouts),
+        "vllm_server_base_url": int8_server.url,
+        "rollout_checkpoint_dir": str(tmp_path_factory.mktemp("rollouts")),
     }
 
 
 @pytest.fixture(scope="module")
-def on_server(int8_server, tmp_path_factory):
-    """Settings of a run with the shared server."""
-    return through(int8_server, tmp_path_factory.mktemp("rollouts"))
-
-
-@pytest.fixture(scope="module")
 def served(request, trained, on_server):
-    wanted = selected(request, "case")
-    cases = {case: arguments for case, arguments in SERVED.items() if (case,) in wanted}
-    return trained(cases, **on_server)
+    return trained(selected(request, SERVED), **on_server)
 
 
 @pytest.mark.xdist_group("server")
 @pytest.mark.parametrize("case", [pytest.param(case, marks=marks(case)) for case in SERVED])
-def test_server_holds_the_trained_weights(case, served, on_server, tmp_path):
+def test_server_holds_the_trained_weights(case, served, on_server):
     assert_holds(case, SERVED[case], *served[case])
     left = Path(on_server["rollout_checkpoint_dir"]).glob("trl-qurl-*/[0-9]")
     assert not [*left], "checkpoints were left"

@@ -32,27 +32,21 @@ QUESTION = '{"question": "1 + 1?", "answer": "2"}\n'
 
 
 @pytest.fixture
-def plain(model, tmp_path):
-    """A command without mistakes."""
-    questions = tmp_path / "questions.jsonl"
-    questions.write_text(QUESTION * 32)
-    options = "--use_cpu true --bf16 false --report_to none --max_completion_length 64"
-    options += f" --model_name_or_path {model} --dataset {questions}"
-    options += f" --output_dir {tmp_path / 'out'} --rollout_checkpoint_dir {tmp_path / 'rollouts'}"
-    return ["grpo", *options.split()]
-
-
-@pytest.fixture
-def train(plain, tmp_path, monkeypatch, capfd):
+def train(model, tmp_path, monkeypatch, capfd):
     """Run `trl-qurl grpo` with a mistake, and return its error, which is the only one, comes before
     an engine starts, and leaves no files.
     """
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text(QUESTION * 32)
+    sound = "grpo --use_cpu true --bf16 false --report_to none --max_completion_length 64"
+    sound += f" --model_name_or_path {model} --dataset {questions}"
+    sound += f" --output_dir {tmp_path / 'out'} --rollout_checkpoint_dir {tmp_path / 'rollouts'}"
 
     def run(*arguments):
         # In this process, because importing TRL and vLLM takes longer than the error.
         monkeypatch.chdir(tmp_path)
         capfd.readouterr()
-        status = cli.main([*plain, *map(str, arguments)])
+        status = cli.main([*sound.split(), *map(str, arguments)])
         printed = capfd.readouterr().err
         assert status == 2, printed[-3000:]
         assert "Traceback" not in printed, printed[-3000:]
@@ -196,7 +190,8 @@ def test_what_engines_cannot_run(name, train, tmp_path_factory, monkeypatch, cap
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: cpu)
     monkeypatch.setattr("os.execve", lambda *arguments: pytest.fail("a server was started"))
     overrides = MIXTURES.get(case["family"], {}) | case["overrides"]
-    model = tiny_model(case["family"], getattr(torch, case["dtype"]), **overrides)
+    dtype = getattr(torch, case["dtype"])
+    model = tiny_model(case["family"], dtype, **overrides)
     path = save_tiny(tmp_path_factory.mktemp("model"), CHAT_TEMPLATE, model=model)
     if name not in SERVED_ONLY:
         assert error in train("--model_name_or_path", path, *case["grpo"].split())
@@ -214,7 +209,7 @@ def test_recurrent_layers_that_syncs_update_are_accepted():
 # --------------------------------------------------------------------------------------------
 
 
-def test_no_permission(train, tmp_path):
+def test_no_permission(train):
     message = train("--rollout_checkpoint_dir", "/sys/here")  # where nobody may write
     assert "/sys/here" in message
     assert "set rollout_checkpoint_dir" in message

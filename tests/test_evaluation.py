@@ -5,6 +5,7 @@ ends.
 import json
 import math
 import os
+import re
 from dataclasses import astuple
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import pytest
 from accelerate import Accelerator
 from conftest import completed
 from documents import ROOT
+from support.questions import write_questions
 from tiny import ENGINE, save_tiny, tiny_tokenizer
 
 from trl_qurl import cli
@@ -34,9 +36,10 @@ def test_the_interval_is_agresti_and_coulls():
     """10 of 30 right: (10 + 2) / (30 + 4) = 12/34, and z *
     sqrt(12/34 * 22/34 / 34) to each side.
     """
-    half = Z95 * math.sqrt(12 / 34 * 22 / 34 / 34)
+    center = 12 / 34
+    half = Z95 * math.sqrt(center * 22 / 34 / 34)
     found = average_at_k([[question < 10] for question in range(30)])
-    assert astuple(found) == pytest.approx((1 / 3, 12 / 34 - half, 12 / 34 + half))
+    assert astuple(found) == pytest.approx((1 / 3, center - half, center + half))
     assert average_at_k([[True, False], *[[True, True]] * 9]).high == 1
 
 
@@ -57,18 +60,11 @@ def test_a_difference_is_paired():
 # --------------------------------------------------------------------------------------------------
 
 
-def write_questions(path, answers):
-    with path.open("w") as file:
-        for number, answer in enumerate(answers):
-            row = {"question": f"What is {number} + 1?", "answer": answer}
-            file.write(json.dumps(row) + "\n")
-    return str(path)
-
-
 def test_local_files_are_tasks(tmp_path):
     path = write_questions(tmp_path / "test.jsonl", "7777")
     [task, named] = load_tasks([path, f"mine={path}"], limit=3)
-    assert (task.name, named.name) == ("test", "mine")
+    assert task.name == "test"
+    assert named.name == "mine"
     assert len(task.prompts) == 3
     assert task.solutions == ["$7$"] * 3
     assert named.digest == task.digest != load_tasks([path])[0].digest
@@ -172,8 +168,8 @@ def test_formats_are_compared_and_those_by_pattern_have_answers_of_their_own(
     def evaluate(model, formats):
         command = "eval --tasks sums.jsonl --output-dir . --max-tokens 8 --scheme"
         assert cli.main([*command.split(), formats, str(model)]) == 0
-        printed = capsys.readouterr().out.splitlines()
-        return "\n".join(line.rstrip() for line in printed)
+        printed = capsys.readouterr().out
+        return re.sub(" +$", "", printed, flags=re.MULTILINE)
 
     assert TABLE in evaluate("model", "none,int8")
     evaluate("model", '{"re:.*q_proj": "none", "re:.*down_proj": "int8"}')
@@ -200,19 +196,19 @@ more INT8 4
 more BF16 4 compared"""
 
 
-def results_in(directory):
+def results():
     lines = []
-    for row in json.loads(Path(directory, "results.json").read_text())["results"]:
-        is_compared = " compared" if row["difference"] else ""
-        lines.append(f"{row['task']} {row['format']} {row['questions']}{is_compared}")
+    for row in json.loads(Path("whole/results.json").read_text())["results"]:
+        line = f"{row['task']} {row['format']} {row['questions']}"
+        if row["difference"]:
+            line += " compared"
+        lines.append(line)
     return "\n".join(lines)
 
 
 @pytest.mark.vllm
 @pytest.mark.xdist_group("evaluation")
-def test_two_formats_are_compared_and_not_answered_again(
-    warm_python, tmp_path, monkeypatch, capsys
-):
+def test_two_formats_are_compared_and_not_answered_again(warm_python, tmp_path, monkeypatch):
     """On a model of random weights. Fewer tokens at a time than the prompts have together, as with
     many questions: no prompt may be read in parts on a CPU.
     """
@@ -225,20 +221,22 @@ def test_two_formats_are_compared_and_not_answered_again(
     engine = json.dumps({**ENGINE, "max_num_batched_tokens": 128})
     words = [*command.split(), "--output-dir", "whole", "--engine-kwargs", engine]
     python = [warm_python, "-m", "trl_qurl", *words, "--scheme", "none,int8"]
-    printed = completed(*python, COLUMNS="140", PYTHONPATH=str(ROOT)).stdout
+    printed = completed(*python, COLUMNS="140", PYTHONPATH=ROOT).stdout
     assert "sums (6)" in printed
-    assert results_in("whole") == BF16_FIRST
+    assert results() == BF16_FIRST
     [file] = (tmp_path / "whole").glob("none-*.json")
     rows = json.loads(file.read_text())
     assert [row["question"] for row in rows] == [*range(6), *range(4)]
-    assert all(len(row["correct"]) == 4 for row in rows)
-    texts = set().union(*(row["texts"] for row in rows))
+    texts = set()
+    for row in rows:
+        assert len(row["correct"]) == 4
+        texts.update(row["texts"])
     assert len(texts) > 20, "samples of one question, or the questions' samples, are the same"
     answering = MagicMock(side_effect=ChildProcessError("not now"))
     monkeypatch.setattr(worker, "call_in_child", answering)
     assert cli.main([*words, "--scheme", "int8,none"]) == 0
     answering.assert_not_called()
-    assert results_in("whole") == INT8_FIRST
+    assert results() == INT8_FIRST
     for changed in ("--top-p 0.5", '--chat-template-kwargs {"enable_thinking":false}'):
         assert cli.main([*words, *changed.split()]) == 2
     write_questions(tmp_path / "sums.jsonl", "888888")

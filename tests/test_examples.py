@@ -12,6 +12,7 @@ import torch
 import yaml
 from conftest import completed
 from documents import ROOT, blocks, new_side
+from support.questions import write_questions
 from tiny import ENGINE, save_tiny
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
@@ -54,15 +55,15 @@ def assert_trained(directory, start, steps):
     assert policy.config.uaq_scale == 1.5
     # It is the full-precision policy that is saved, and with UAQ it is still the function it was.
     assert {tensor.dtype for _, tensor in read_tensors(directory / "policy")} == {torch.float32}
-    tokens = AutoTokenizer.from_pretrained(directory / "policy")("Half of 48?", return_tensors="pt")
+    tokenizer = AutoTokenizer.from_pretrained(directory / "policy")
+    tokens = tokenizer("Half of 48?", return_tensors="pt")
     with torch.no_grad():
         expected = AutoModelForCausalLM.from_pretrained(start)(**tokens).logits
         torch.testing.assert_close(policy(**tokens).logits, expected, rtol=1e-4, atol=1e-4)
 
 
-def write_questions(path):
-    rows = [{"question": f"What is {n} + 1?", "answer": f"It is.\n#### {n + 1}"} for n in range(8)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+# as in GSM8K
+ANSWERS = [f"It is.\n#### {number}" for number in range(1, 9)]
 
 
 @pytest.fixture
@@ -73,7 +74,7 @@ def hub(model, tmp_path):
         (tmp_path / "Qwen" / f"Qwen2.5-{size}-Instruct").symlink_to(model)
     data = tmp_path / "openai" / "gsm8k"
     data.mkdir(parents=True)
-    write_questions(data / "train.jsonl")
+    write_questions(data / "train.jsonl", ANSWERS)
     (data / "README.md").write_text(
         "---\nconfigs:\n- config_name: main\n  data_files: train.jsonl\n---\n"
     )
@@ -85,12 +86,13 @@ def hub(model, tmp_path):
 
 # No update: rewards are 0 for a random model, unless luck has it.
 ON_CPU = {"use_cpu": True, "bf16": False, "learning_rate": 0.0, "max_steps": 2}
-SMALL = {"vllm_max_model_length": 1024, "vllm_engine_kwargs": ENGINE, "bf16": False}
 
 
 def run_block(python, block, given, settings, directory, **environment):
     """Run the code of a page, with some lines of its settings replaced."""
-    replaced = "".join(f"{key}={value!r}, " for key, value in settings.items())
+    replaced = ""
+    for key, value in settings.items():
+        replaced += f"{key}={value!r}, "
     code, count = re.subn(given, replaced, block.code)
     assert count == 1
     return completed(python, "-c", code, cwd=directory, VLLM_LOGGING_LEVEL="ERROR", **environment)
@@ -109,7 +111,8 @@ def test_the_code_of_the_readme_trains(hub, warm_python, tmp_path):
 
 
 def test_the_code_of_the_tutorial_trains_and_evaluates(model, warm_python, tmp_path):
-    settings = SMALL | {"max_steps": 4}
+    settings = {"vllm_max_model_length": 1024, "vllm_engine_kwargs": ENGINE}
+    settings |= {"bf16": False, "max_steps": 4}
     [block] = blocks(ROOT / "docs" / "tutorial.md", "python")
     done = run_block(warm_python, block, "max_steps=80,", settings, tmp_path, MODEL=str(model))
     assert re.search(r"^held out: 0\.\d\d -> 0\.\d\d$", done.stdout, re.MULTILINE)
@@ -127,10 +130,9 @@ def test_two_steps_of_the_ppo_script_with_accelerate_launch(model, hub, warm_pyt
 
 def test_the_command_with_a_settings_file_and_own_questions(model, warm_python, tmp_path):
     """Works without a GPU and without use_cpu or bf16 in the settings."""
-    write_questions(tmp_path / "questions.jsonl")
     settings = {
         "model_name_or_path": str(model),
-        "dataset": str(tmp_path / "questions.jsonl"),
+        "dataset": write_questions(tmp_path / "questions.jsonl", ANSWERS),
         "max_steps": 1,
         "learning_rate": 0.0,
         "rollout_quantization": "none",

@@ -50,8 +50,9 @@ TRIED = [*(f"train-{form}" for form in FORMATS), "sleep"]
 @pytest.mark.parametrize("name", ["packages", "vllm", "torch", "formats", *TRIED])
 def test_line(name, lines):
     line = lines[name]
-    log = "\n".join([f"{line['text']} {line['advice']}", *line["data"].get("log", [])])
-    assert line["status"] in ("ok", "note"), log
+    said = f"{line['text']} {line['advice']}"
+    log = line["data"].get("log", [])
+    assert line["status"] in ("ok", "note"), "\n".join([said, *log])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -61,7 +62,8 @@ def test_a_gpu_rounds_to_the_bits_of_a_cpu(scheme, dtype):
     weight = torch.randn(256, 18_944, generator=torch.Generator().manual_seed(0)).to(dtype)
     on_gpu = scheme.quantize(weight.cuda())
     for name, tensor in scheme.quantize(weight).items():
-        assert torch.equal(on_gpu[name].cpu().view(torch.uint8), tensor.view(torch.uint8)), name
+        found = on_gpu[name].cpu().view(torch.uint8)
+        assert torch.equal(found, tensor.view(torch.uint8)), name
 
 
 @pytest.mark.parametrize("name", SETTINGS)

@@ -1,6 +1,5 @@
 """`benchmarks/gpu_hour.py` survives parts that fail or hang, resumes, and keeps to its time."""
 
-import importlib
 import json
 import sys
 import tarfile
@@ -13,19 +12,15 @@ from documents import ROOT
 
 pytest.importorskip("matplotlib", reason="needs matplotlib (trl-qurl[plots])")
 
-BENCHMARKS = ROOT / "benchmarks"
 STEP = {"way": "bf16", "step_s": 2.0, "generate_s": 0.5, "update_s": 1.25}
 LOAD = {"tokens": 512}
-FAILED = {"way": "int8", "place": "engine", "batch": 8, "tokens": 4}
-FAILED["failure"] = "OSError: no kernel"
-HANG = "import time; time.sleep(600)"
-
-
-@pytest.fixture
-def script(monkeypatch):
-    """Import a script as a module."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module
+FAILED = {
+    "way": "int8",
+    "place": "engine",
+    "batch": 8,
+    "tokens": 4,
+    "failure": "OSError: no kernel",
+}
 
 
 def python(code):
@@ -48,7 +43,7 @@ skipped steps-7B-512-bf16 (Needs a GPU with 1000000 GB.)"""
 
 
 def test_failures_are_recorded_and_a_second_run_repeats_only_them(script, tmp_path, monkeypatch):
-    gpu_hour = script("gpu_hour")
+    gpu_hour = script("benchmarks", "gpu_hour")
     monkeypatch.setattr(gpu_hour, "PACKAGES", ())  # these parts need none
     log = tmp_path / "log"
     out = tmp_path / "out"
@@ -59,14 +54,16 @@ def test_failures_are_recorded_and_a_second_run_repeats_only_them(script, tmp_pa
             part("steps-0.5B-512-bf16", measured(log, STEP), 5),
             part("sync-7B-int8", measured(log, FAILED), 5),
             part("tests", python(tests), 5),
-            part("sync-0.5B", ["-c", HANG], 0.1),
+            part("sync-0.5B", ["-c", "import time; time.sleep(600)"], 0.1),
             part("steps-7B-512-bf16", [], 5, memory_gb=10**6),
         ]
         monkeypatch.setattr(gpu_hour.Plan, "parts", lambda plan_of: plan)
         command = f"-o {out} --rehearse --minutes 2 --archive {tmp_path}/all.tgz"
         assert gpu_hour.main(command.split()) == 1
         parts = json.loads((out / "results.json").read_text())["parts"]
-        lines = [f"{part['status']} {name} ({part['reason']})" for name, part in parts.items()]
+        lines = []
+        for name, part in parts.items():
+            lines.append(f"{part['status']} {name} ({part['reason']})")
         return parts, "\n".join(lines)
 
     assert run("print('2 failed'); sys.exit(3)")[1] == PARTS
@@ -82,7 +79,7 @@ def test_failures_are_recorded_and_a_second_run_repeats_only_them(script, tmp_pa
 
 
 def test_the_pages_show_what_is_stored(script):
-    report = script("gpu_hour_report")
+    report = script("benchmarks", "gpu_hour_report")
     for page, text in report.page_texts(report.stored_records()).items():
         assert report.with_block(page.read_text(), text) == page.read_text()
 
@@ -134,24 +131,29 @@ def test_results_fill_the_pages(script, tmp_path):
     """Figures of some parts, written by their scripts, on a made-up card. 64 x 256 = 16,384 tokens
     in 1 or 2 s; of the latter, 0.32768 s are 20 us a token.
     """
-    report = script("gpu_hour_report")
+    report = script("benchmarks", "gpu_hour_report")
     steps = json.dumps({"load": LOAD, "cells": [STEP]})
     files = {"host-7B": HOST, "reload": RELOAD, "steps-0.5B-512-int8": steps, "bench-0.5B": BENCH}
     parts = {}
     for name, content in files.items():
-        kind = name.split("-")[0]
+        kind, _, _ = name.partition("-")
         file = "bench.json" if kind == "bench" else "record.json"
         (tmp_path / file).write_text(content)
         parts[name] = {"figures": report.read_figures(kind, tmp_path)}
-    record = {"hardware": "NVIDIA X", "date": "2026-11-27", "commit": "abc", "versions": {}}
-    record["parts"] = parts
+    record = {
+        "hardware": "NVIDIA X",
+        "date": "2026-11-27",
+        "commit": "abc",
+        "versions": {},
+        "parts": parts,
+    }
     texts = [*report.page_texts([record]).values(), report.bench_table(record)]
     assert "\n\n".join(texts) == PAGES
 
 
 def test_other_bits_are_named(script, monkeypatch):
     """A device that rounds 3 up to 4, and one that hides a NaN."""
-    pack = script("gpu_pack")
+    pack = script("benchmarks", "gpu_pack")
     assert pack.differences("int8", torch.bfloat16, "cpu") == []
     scheme = pack.get_scheme("int8")
     exact = type(scheme).quantize
@@ -186,7 +188,7 @@ class Core:
 
 def test_steps_are_timed_and_profiled(script):
     """The clock runs before the profiler starts; what follows both is not counted."""
-    host = script("gpu_host")
+    host = script("benchmarks", "gpu_host")
     core = Core()
     profiled = host.ProfiledSteps(core, 3)
     with profiled:
@@ -203,8 +205,8 @@ def test_steps_are_timed_and_profiled(script):
 @pytest.mark.slow
 def test_a_rehearsal_runs_every_part(tmp_path):
     out = tmp_path / "out"
-    command = [sys.executable, BENCHMARKS / "gpu_hour.py", "-o", out, "--rehearse"]
-    completed(*command, PYTHONPATH=str(ROOT))
+    command = [sys.executable, ROOT / "benchmarks" / "gpu_hour.py", "-o", out, "--rehearse"]
+    completed(*command, PYTHONPATH=ROOT)
     parts = json.loads((out / "results.json").read_text())["parts"]
     assert {part["status"] for part in parts.values()} == {"ok"}
     assert (out / "steps.png").exists()

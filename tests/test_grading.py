@@ -11,16 +11,16 @@ from trl_qurl.lab.recipes.rewards import load_rewards
 
 pytest.importorskip("math_verify")
 
-PAIRS = [
-    [*(cell.strip("`").replace(" ⏎ ", "\n") for cell in row[:2]), *row[2:]]
-    for row in rows(ROOT / "tests/grading.md")
-]
+PAIRS = []
+for *code, verdict, _ in rows(ROOT / "tests/grading.md"):
+    answer, box = (cell.strip("`").replace(" ⏎ ", "\n") for cell in code)
+    PAIRS.append((answer, box, verdict))
 TEXTS = (
     "Paris New York rock and roll état Yes A (A) B12 e4 H2O 9 am 10:30 2024-01-05 192.168.0.1 "
     "30 October 555-4567 07:00 7 AM 05/01/2024 snake_case \\text{(C)} "
     "1.05 psi 5.04% interest 12:05 1 1/2 psi"
 )
-ANSWERS = [answer for answer, *_ in PAIRS]
+ANSWERS = [answer for answer, _, _ in PAIRS]
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,8 @@ def grade(tmp_path_factory):
     path = tmp_path_factory.mktemp("grading") / "questions.json"
 
     def graded(answers, texts, **kwargs):
-        path.write_text(json.dumps([{"question": "q", "answer": answer} for answer in answers]))
+        questions = [{"question": "q", "answer": answer} for answer in answers]
+        path.write_text(json.dumps(questions))
         solutions = load_questions(str(path))["solution"][:]
         completions = [[{"role": "assistant", "content": text}] for text in texts]
         return reward(completions=completions, solution=solutions, **kwargs)
@@ -41,17 +42,19 @@ def grade(tmp_path_factory):
 
 
 def test_the_table_of_right_and_wrong(grade):
-    rewards = grade(ANSWERS, [f"So it is $\\boxed{{{box}}}$." for _, box, *_ in PAIRS])
+    rewards = grade(ANSWERS, [f"So it is $\\boxed{{{box}}}$." for _, box, _ in PAIRS])
     missed = []
     for pair, reward in zip(PAIRS, rewards, strict=True):
-        if reward != float(pair[2] == "right"):
+        *_, verdict = pair
+        if reward != float(verdict == "right"):
             missed.append(pair)
     assert not missed
 
 
 def test_every_answer_of_the_table_is_right_in_its_own_box(grade):
     solutions = list(map(as_solution, ANSWERS))
-    rewards = grade(ANSWERS, [f"\\boxed{{{solution[1:-1]}}}" for solution in solutions])
+    boxes = [f"\\boxed{{{solution[1:-1]}}}" for solution in solutions]
+    rewards = grade(ANSWERS, boxes)
     assert {*rewards} == {1.0}
     assert list(map(as_solution, solutions)) == solutions, "a solution stays as it is"
     texts = [answer for answer in ANSWERS if is_text(as_solution(answer))]
@@ -93,4 +96,5 @@ def test_trl_logs_once_what_it_compared(grade):
     text = "\\boxed{12.5 percent}"
     assert grade(["12.5"], [text], log_extra=lambda *given: logged.append(given)) == [1.0]
     assert ("solution", ["$12.5$"]) in logged
-    assert len(logged) == len(dict(logged)) == 3
+    assert len(logged) == 3
+    assert len(dict(logged)) == 3

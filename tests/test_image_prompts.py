@@ -19,13 +19,14 @@ def test_prompts_have_one_placeholder_per_image(family):
     tokenizer.backend_tokenizer.post_processor = added
     processor.chat_template = "<eos>" + processor.chat_template
     image = {"type": "image", "image": picture()}
-    # as ids, the first begins the last
-    parts = ([image, "a"], [image, image, "b"], [image, "a>", image])
     chats = []
-    for row in parts:
-        content = [
-            {"type": "text", "text": part} if isinstance(part, str) else part for part in row
-        ]
+    # as ids, the first begins the last
+    for row in ([image, "a"], [image, image, "b"], [image, "a>", image]):
+        content = []
+        for part in row:
+            if isinstance(part, str):
+                part = {"type": "text", "text": part}
+            content.append(part)
         chats.append([{"role": "user", "content": content}])
     template = functools.partial(processor.apply_chat_template, chats, add_generation_prompt=True)
     whole = template(tokenize=True, return_dict=True)["input_ids"]

@@ -50,4 +50,6 @@ def settings_of(cls, directory, **settings):
 def build(cls, directory, *, model=None, function=reward, data=PROMPTS, **given):
     """A trainer of a tiny model, unless it is refused."""
     given = {"args": settings_of(cls, directory), "processing_class": tiny_tokenizer()} | given
-    return cls(tiny_model() if model is None else model, function, train_dataset=data, **given)
+    if model is None:
+        model = tiny_model()
+    return cls(model, function, train_dataset=data, **given)

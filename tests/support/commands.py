@@ -47,46 +47,52 @@ def check(words):
 def check_make(words):
     for word in words:
         name, equals, _ = word.partition("=")
-        assert name in (VARIABLES if equals else TARGETS), f"make has no {name}"
+        known = VARIABLES if equals else TARGETS
+        assert name in known, f"make has no {name}"
 
 
 def check_accelerate(words):
     """`accelerate launch [options] SCRIPT|-m MODULE ...`, through accelerate's own parser."""
     assert words[0] == "launch"
     args = launch_command_parser().parse_args(words[1:])
-    assert args.config_file is None or file_of(args.config_file).suffix == ".yaml"
-    check_python(
-        [*(["-m"] if args.module else []), args.training_script, *args.training_script_args]
-    )
+    if args.config_file:
+        assert file_of(args.config_file).suffix == ".yaml"
+    command = [args.training_script, *args.training_script_args]
+    if args.module:
+        command.insert(0, "-m")
+    check_python(command)
 
 
 def check_python(words):
-    if words[0] == "-m":
-        if words[1] == "trl_qurl":
-            return check_trl_qurl(words[2:])
-        assert importlib.util.find_spec(words[1]), words[1]
-        script = ROOT / (words[1].replace(".", "/") + ".py")
+    name, *options = words
+    if name == "-m":
+        module, *options = options
+        if module == "trl_qurl":
+            return check_trl_qurl(options)
+        assert importlib.util.find_spec(module), module
+        script = ROOT / (module.replace(".", "/") + ".py")
+    elif name == "first_run.py":  # which docs/tutorial.md has the reader save
+        return None
     else:
-        if words[0] == "first_run.py":  # which docs/tutorial.md has the reader save
-            return None
-        script = file_of(words[0])
-        words = words[:1] + words
+        script = file_of(name)
     for kind, config in {"grpo": QuRLGRPOConfig, "ppo": QuRLPPOConfig}.items():
         if script.name == f"gsm8k_{kind}.py":
-            TrlParser(config).parse_args_and_config([*words[2:], "--output_dir", "policy", *ON_CPU])
+            TrlParser(config).parse_args_and_config([*options, "--output_dir", "policy", *ON_CPU])
             return None
     # with the modules it imports
     sources = "".join(path.read_text() for path in script.parent.glob("*.py"))
-    for option in words[2:]:
-        assert not option.startswith("--") or f'"{option}"' in sources, f"{script.name} {option}"
+    for option in options:
+        if option.startswith("--"):
+            assert f'"{option}"' in sources, f"{script.name} {option}"
 
 
 def check_trl_qurl(words):
-    if words[0] in STAND_INS:
-        return check_training(words[0], words[1:])
+    command, *options = words
+    if command in STAND_INS:
+        return check_training(command, options)
     args, extra = build_parser(words).parse_known_args(words)
-    assert args.command == "serve" or not extra, extra
     if extra:  # for vLLM
+        assert args.command == "serve", extra
         vllm = pytest.importorskip(
             "vllm.engine.arg_utils", reason="options of vLLM's server need vLLM"
         )
@@ -100,13 +106,18 @@ def check_training(command, words):
     for word in words:
         if word in FILES_OF_READERS:
             word = f"examples/recipes/{STAND_INS[command]}"
+        if word.startswith("examples/"):
+            word = str(ROOT / word)
         if word not in ("--help", "--help-all"):
-            arguments.append(str(ROOT / word) if word.startswith("examples/") else word)
+            arguments.append(word)
     parse(command, [*arguments, *ON_CPU])
 
 
 def file_of(name):
     """Find a file by its path in the repository, or an example by its name."""
-    matches = [ROOT / name] if (ROOT / name).exists() else list((ROOT / "examples").rglob(name))
+    path = ROOT / name
+    if path.exists():
+        return path
+    matches = list((ROOT / "examples").rglob(name))
     assert len(matches) == 1, f"{name} does not exist"
     return matches[0]

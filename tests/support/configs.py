@@ -21,7 +21,7 @@ def config(**settings):
     return QuRLGRPOConfig("out", **PLAIN | SEVERAL_UPDATES | settings)
 
 
-def refusal(kind=QuRLGRPOConfig, **settings):
+def refusal(kind, **settings):
     """What a config says that cannot be made."""
     with pytest.raises(ValueError) as error:
         kind("out", **PLAIN | SEVERAL_UPDATES | settings)

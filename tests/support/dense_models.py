@@ -27,7 +27,8 @@ gemma: {tie_word_embeddings: true}
 gemma2: {tie_word_embeddings: true, sliding_window: 4}
 gemma3_text: {tie_word_embeddings: true, sliding_window: 4}
 """)
-IDS = torch.randint(3, 48, (2, 12), generator=torch.Generator().manual_seed(0))
+generator = torch.Generator().manual_seed(0)
+IDS = torch.randint(3, 48, (2, 12), generator=generator)
 
 
 def dense_model(variant="llama", dtype=torch.float32):
@@ -42,6 +43,6 @@ def dense_model(variant="llama", dtype=torch.float32):
     return tiny_model(options.pop("model_type", variant), dtype, **options).eval()
 
 
-def logits(model, ids=IDS):
+def logits(model):
     with torch.no_grad():
-        return model(ids).logits
+        return model(IDS).logits

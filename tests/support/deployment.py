@@ -11,6 +11,7 @@ from datasets import Dataset
 from tiny import save_tiny, tiny_tokenizer
 from transformers import TrainerCallback
 
+from support.configs import PLAIN
 from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
 from trl_qurl.rollout.errors import ServerError
 
@@ -18,19 +19,22 @@ COMPUTED = ("loss", "grad_norm", "reward", "mismatch/kl_k3")
 """The metrics that runs are compared by."""
 
 SETTINGS = {
+    **PLAIN,
     "per_device_train_batch_size": 8,
     "num_generations": 4,
     "max_completion_length": 8,
     "max_steps": 4,
     "learning_rate": 1e-3,
-    "report_to": [],
-    "use_cpu": True,
-    "bf16": False,
     "save_strategy": "no",
     "vllm_mode": "server",
     "vllm_request_timeout": 60.0,
     "logging_steps": 1,
 }
+
+
+def variety(completions, **kwargs):
+    """A reward for characters that differ."""
+    return [len(set(completion)) / 8 for completion in completions]
 
 
 class Deployment:
@@ -43,14 +47,15 @@ class Deployment:
         self.model = save_tiny(directory / "model")
         self.rollouts = directory / "rollouts"
         self.port = free_port()
-        self.server: Server | None = None
+        self.server = None
         self.end = threading.Timer(0, lambda: None)
 
     def start(self):
         self.server = Server(
             self.model, self.directory, *self.options, port=self.port, python=self.python
         )
-        threading.Thread(target=self._restart, args=[self.server], daemon=True).start()
+        watch = threading.Thread(target=self._restart, args=[self.server], daemon=True)
+        watch.start()
         return self.server
 
     def _restart(self, server):
@@ -117,19 +122,17 @@ class Deployment:
         self.end.start()
 
     def config(self, **settings):
-        url = f"http://127.0.0.1:{self.port}"
-        return (
-            SETTINGS
-            | {"vllm_server_base_url": url, "rollout_checkpoint_dir": str(self.rollouts)}
-            | settings
-        )
+        return {
+            **SETTINGS,
+            "vllm_server_base_url": f"http://127.0.0.1:{self.port}",
+            "rollout_checkpoint_dir": str(self.rollouts),
+            **settings,
+        }
 
-    def trainer(self, model=None, peft_config=None, **settings):
+    def trainer(self, peft_config=None, **settings):
         trainer = QuRLGRPOTrainer(
-            model=model or str(self.model),
-            reward_funcs=lambda completions, **kwargs: [
-                len(set(completion)) / 8 for completion in completions
-            ],
+            model=str(self.model),
+            reward_funcs=variety,
             args=QuRLGRPOConfig(str(self.directory / "out"), **self.config(**settings)),
             train_dataset=Dataset.from_dict({"prompt": ["ab", "cd", "e", "fgh"] * 4}),
             processing_class=tiny_tokenizer(),
@@ -160,9 +163,11 @@ def interrupt(owner, method, act):
 
 def history(trainer):
     """`COMPUTED` of each update."""
-    return [
-        [row.get(name) for name in COMPUTED] for row in trainer.state.log_history if "loss" in row
-    ]
+    updates = []
+    for row in trainer.state.log_history:
+        if "loss" in row:
+            updates.append([row.get(name) for name in COMPUTED])
+    return updates
 
 
 def recoveries(trainer):

@@ -10,9 +10,9 @@ import pytest
 def mounted(directory, options):
     """Make a directory and mount a tmpfs there, with options such as `size=64k` or `ro`."""
     directory.mkdir()
-    if subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", directory], capture_output=True
-    ).returncode:
+    command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", directory]
+    done = subprocess.run(command, capture_output=True)
+    if done.returncode:
         pytest.skip("mounting a tmpfs needs privileges")
     try:
         yield directory

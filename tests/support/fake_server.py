@@ -7,7 +7,6 @@ that only keeps what it is given. Tokens come from a model of transformers.
 import copy
 import json
 import queue
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,7 +29,7 @@ class HandedOver:
     """NCCL between two threads of one process."""
 
     def __init__(self):
-        self.tensors: queue.Queue[torch.Tensor] = queue.Queue()
+        self.tensors = queue.Queue()
 
     def sender(self):
         def broadcast(tensor, src, stream):
@@ -62,10 +61,11 @@ class Loading(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.norm = torch.nn.ParameterDict({"weight": torch.zeros(1)})
-        self.loaded: dict[str, torch.Tensor] = {}
+        self.loaded = {}
 
     def load_weights(self, weights):
-        self.loaded.update((name, tensor.clone()) for name, tensor in weights)
+        for name, tensor in weights:
+            self.loaded[name] = tensor.clone()
 
 
 class Worker(RolloutWorker):
@@ -79,7 +79,7 @@ class Worker(RolloutWorker):
             None, server.vllm_config, torch.device("cpu"), self.model
         )
         self.reloads = 0
-        self.adapters: dict[int, SimpleNamespace] = {}
+        self.adapters = {}
         manager = SimpleNamespace(list_adapters=lambda: server.worker.adapters)
         self.model_runner = SimpleNamespace(lora_manager=SimpleNamespace(_adapter_manager=manager))
 
@@ -113,6 +113,9 @@ class FakeServer:
         if checkpoint is not None:
             config = json.loads((checkpoint / "config.json").read_text())
             quantization = CompressedTensorsConfig.from_config(config["quantization_config"])
+        lora = None
+        if rank:
+            lora = SimpleNamespace(max_lora_rank=rank, lora_dtype=torch.float32)
         self.vllm_config = SimpleNamespace(
             quant_config=quantization,
             parallel_config=SimpleNamespace(data_parallel_index=0, world_size=1, rank=0),
@@ -120,28 +123,23 @@ class FakeServer:
                 model=str(checkpoint or ""), dtype=torch.float32, max_model_len=64
             ),
             cache_config=SimpleNamespace(cache_dtype="auto"),
-            lora_config=None,
+            lora_config=lora,
         )
-        if rank:
-            self.vllm_config.lora_config = SimpleNamespace(
-                max_lora_rank=rank, lora_dtype=torch.float32
-            )
         self.config = {
             "parallel_config": {"worker_extension_cls": WORKER_EXTENSION},
             "weight_transfer_config": {},
             "model_config": {"logprobs_mode": "processed_logprobs"},
         }
         self.policy = policy
-        self.asked: list[str] = []
+        self.asked = []
         self.is_up = True
         self.between = HandedOver()
-        self.before_answer: Callable[[str], dict | None] = lambda asked: None
+        self.before_answer = lambda asked: None
         self.restart()
 
     def restart(self):
         """Start in place of the last one: with a worker that has loaded nothing."""
         self.worker = Worker(self)
-        return self.worker
 
     def client(self, **settings):
         """A client of this server."""
@@ -177,7 +175,7 @@ class FakeServer:
         except (AttributeError, RuntimeError) as error:
             raise ServerError(str(error), 500) from None
         if path == "/v1/completions":
-            return {"choices": list(self._choices(**body))}
+            return {"choices": self._choices(**body)}
         if path == "/init_weight_transfer_engine" and body["init_info"]:
             engine = self.worker.weight_transfer_engine
             engine.init_transfer_engine(engine.parse_init_info(body["init_info"]))
@@ -188,17 +186,21 @@ class FakeServer:
         }
 
     def _choices(self, prompt, n, max_tokens, logprobs, **kwargs):
+        choices = []
         for start in prompt:
-            yield from [self._continued(start, max_tokens, max(1, logprobs))] * n
+            continued = self._continued(start, max_tokens, max(1, logprobs))
+            choices += [continued] * n
+        return choices
 
     @torch.no_grad()
     def _continued(self, start, steps, top):
         tokens = list(start)
         rows = []
         for _ in range(steps):
-            row = self.policy(torch.tensor([tokens])).logits[0, -1].log_softmax(-1)
-            best = row.topk(top).indices.tolist()
-            rows.append({f"token_id:{token}": row[token].item() for token in best})
+            logits = self.policy(torch.tensor([tokens])).logits
+            logps = logits[0, -1].log_softmax(-1)
+            best = logps.topk(top).indices.tolist()
+            rows.append({f"token_id:{token}": logps[token].item() for token in best})
             tokens.append(best[0])
         logprobs = {
             "tokens": [next(iter(row)) for row in rows],
@@ -213,9 +215,7 @@ class FakeServer:
 
 
 class InMemoryClient(ServedEngine):
-    """The real client, whose requests a `FakeServer` answers."""
-
-    server: FakeServer
+    """The real client, whose requests its class's `server` answers."""
 
     def _is_healthy(self):
         return self.server.is_up

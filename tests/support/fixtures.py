@@ -1,8 +1,10 @@
 """The fixtures that several modules share: processes that have imported everything, servers."""
 
 import fcntl
+import importlib
 import json
 import os
+import re
 import subprocess
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -17,6 +19,7 @@ from conftest import (
     start_forks,
     vllm_server,
 )
+from documents import ROOT
 
 SCENARIO_BYTES = 2 * 2**30
 """Peak memory of one process of a scenario, with some room."""
@@ -34,7 +37,8 @@ def warm_python():
 def memory_for(processes):
     """Wait until the scenarios of all workers leave enough memory for more processes."""
     directory = Path(os.environ[SHARED_DIRECTORY])
-    slots = max(2, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // SCENARIO_BYTES)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    slots = max(2, memory // SCENARIO_BYTES)
     with ExitStack() as taken:
         # one at a time, or two could wait for each other
         with (directory / "queue").open("w") as queue:
@@ -67,17 +71,15 @@ def run_scenario(warm_python, tmp_path_factory):
     def run(script, *arguments, processes=1, **extra):
         command = [warm_python, SCENARIOS / script, *map(str, arguments)]
         environment = child_environment(VLLM_LOGGING_LEVEL="ERROR", **extra)
-        environments = (
-            [environment] if processes == 1 else launched_environments(environment, processes)
-        )
+        environments = [environment]
+        if processes > 1:
+            environments = launched_environments(environment, processes)
         directory = tmp_path_factory.mktemp("printed")
-        printed = [
-            [directory / f"{rank}.{name}" for name in ("out", "err")] for rank in range(processes)
-        ]
         started = []
         with memory_for(processes), ExitStack() as end:
-            for environment, paths in zip(environments, printed, strict=True):
-                out, err = (end.enter_context(path.open("w")) for path in paths)
+            for rank, environment in enumerate(environments):
+                out = end.enter_context((directory / f"{rank}.out").open("w"))
+                err = end.enter_context((directory / f"{rank}.err").open("w"))
                 process = subprocess.Popen(
                     command,
                     env=environment,
@@ -90,19 +92,33 @@ def run_scenario(warm_python, tmp_path_factory):
                 end.callback(kill_group, process)
             for process in started:
                 process.wait(1500)
-        outs, errs = zip(
-            *([path.read_text(errors="replace") for path in paths] for paths in printed),
-            strict=True,
-        )
-        records = [line for out in outs for line in out.splitlines() if line.startswith("RECORD ")]
-        assert not any(process.returncode for process in started) and len(records) == 1, "\n".join(
-            f"{script} {' '.join(map(str, arguments))}, process {rank}, ended with "
-            f"{process.returncode}:\n{outs[rank][-3000:]}\n{errs[rank][-6000:]}"
-            for rank, process in enumerate(started)
-        )
-        return json.loads(records[0].removeprefix("RECORD "))
+        words = " ".join(map(str, arguments))
+        records = []
+        ends = ""
+        for rank, process in enumerate(started):
+            out = (directory / f"{rank}.out").read_text(errors="replace")
+            err = (directory / f"{rank}.err").read_text(errors="replace")
+            records += re.findall("^RECORD (.+)", out, re.MULTILINE)
+            ends += (
+                f"{script} {words}, process {rank}, ended with "
+                f"{process.returncode}:\n{out[-3000:]}\n{err[-6000:]}\n"
+            )
+        assert not any(process.returncode for process in started), ends
+        assert len(records) == 1, ends
+        return json.loads(records[0])
 
     return run
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """Imports a script as a module, with its folder on the path as when it runs."""
+
+    def load(folder, name):
+        monkeypatch.syspath_prepend(ROOT / folder)
+        return importlib.import_module(name)
+
+    return load
 
 
 @pytest.fixture(scope="session")
@@ -112,11 +128,13 @@ def train(run_scenario):
     """
 
     def run(*runs, processes=1):
-        arguments: list[object] = []
+        arguments = []
         for parts in runs:
             for part in ["--and", *parts]:
-                is_config = isinstance(part, dict)
-                arguments += ["--config", json.dumps(part)] if is_config else [part]
+                if isinstance(part, dict):
+                    arguments += ["--config", json.dumps(part)]
+                else:
+                    arguments.append(part)
         return run_scenario("train.py", *arguments[1:], processes=processes)
 
     return run
@@ -136,11 +154,14 @@ def int8_server(warm_python, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def deployment(warm_python, tmp_path_factory):
-    """A server of the tests of a module, which may lose it, and trainers that use it."""
+def deployment(request, warm_python, tmp_path_factory):
+    """A server of the tests of a module (with its `SERVER_OPTIONS`), which may lose it, and
+    trainers that use it.
+    """
     from support.deployment import Deployment  # which takes long to import
 
-    deployment = Deployment(tmp_path_factory.mktemp("deployment"), warm_python)
+    options = getattr(request.module, "SERVER_OPTIONS", ())
+    deployment = Deployment(tmp_path_factory.mktemp("deployment"), warm_python, *options)
     yield deployment
     deployment.close()
 
@@ -153,11 +174,11 @@ def launched_environments(environment, processes):
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "ACCELERATE_MIXED_PRECISION": "no",
+        "WORLD_SIZE": str(processes),
+        "LOCAL_WORLD_SIZE": str(processes),
     }
-    size = str(processes)
-    return [
-        environment
-        | common
-        | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-        for rank in range(processes)
-    ]
+    environments = []
+    for rank in range(processes):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        environments.append(environment | common | own)
+    return environments

@@ -3,6 +3,7 @@ gradients.
 """
 
 import os
+import re
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
@@ -11,17 +12,16 @@ from datasets import Dataset
 from tiny import ENGINE
 from trl import GRPOTrainer
 
+from support.configs import PLAIN
 from trl_qurl import QuRLGRPOTrainer
 
 SETTINGS = {
-    "report_to": [],
-    "use_cpu": True,
-    "bf16": False,
+    **PLAIN,
     "vllm_max_model_length": 64,
     "vllm_engine_kwargs": ENGINE,
 }
 PROMPTS = ["ab", "cd", "ef", "gh"]
-ROWS = [{"prompt": prompt} for prompt in PROMPTS for _ in range(4)]
+ROWS = [{"prompt": prompt} for prompt in sorted(PROMPTS * 4)]
 CAP = 2.0
 EPSILON_LOW = 0.2
 EPSILON_HIGH = 0.28
@@ -35,7 +35,11 @@ class OwnPass(QuRLGRPOTrainer):
 
 
 def vowels(completions, **kwargs):
-    return [sum(completion.count(vowel) for vowel in "aeiou4567") / 8 for completion in completions]
+    shares = []
+    for completion in completions:
+        found = re.findall("[aeiou4567]", completion)
+        shares.append(len(found) / 8)
+    return shares
 
 
 def ready(trainer):
@@ -84,7 +88,10 @@ def logps_of(trainer, inputs):
 
 def micro_batch(batch, rows):
     """Return these rows of a rollout."""
-    return {name: part[rows] if part.dim() else part for name, part in batch.items()}
+    chosen = {}
+    for name, part in batch.items():
+        chosen[name] = part[rows] if part.dim() else part
+    return chosen
 
 
 def score(batch, proximal_logps, log_rho):
@@ -124,15 +131,18 @@ def assert_close(seen, expected, rtol, atol):
         torch.testing.assert_close(seen[name], gradient, rtol=rtol, atol=atol * largest)
 
 
-def give_invalid_logps(trainer, monkeypatch, value, count=None):
-    """vLLM's log-probability of the first tokens is no number, or that of all of them."""
+def give_invalid_logps(trainer, monkeypatch, value, count):
+    """vLLM's log-probability of the first tokens is no number."""
     llm = trainer.vllm_generation.llm
     generate = llm.generate
 
     def broken(*args, **kwargs):
         outputs = generate(*args, **kwargs)
-        flats = [each.logprobs for output in outputs for each in output.outputs]
-        places = [(flat.logprobs, start) for flat in flats for start in flat.start_indices]
+        places = []
+        for output in outputs:
+            for completion in output.outputs:
+                flat = completion.logprobs
+                places += [(flat.logprobs, start) for start in flat.start_indices]
         for logps, place in places[:count]:
             logps[place] = value
         return outputs

@@ -44,7 +44,7 @@ class OnDevice(TorchFunctionMode):
 
     def __init__(self):
         super().__init__()
-        self.made: list[torch.Tensor] = []
+        self.made = []
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
@@ -69,9 +69,11 @@ def allow_sleep():
 
     def sleep(worker, level=1):
         runner = worker.model_runner
-        made = {str(i): tensors.Held(made, False) for i, made in enumerate(runner.on_device.made)}
         if level == 2:
-            tensors.sleep(tensors.held_tensors(runner.model) | made)
+            held = tensors.held_tensors(runner.model)
+            for number, made in enumerate(runner.on_device.made):
+                held[str(number)] = tensors.Held(made, False)
+            tensors.sleep(held)
 
     CPUModelRunner.load_model = recorded
     CPUWorker.sleep = sleep

@@ -1,0 +1,11 @@
+"""Files of questions."""
+
+import json
+
+
+def write_questions(path, answers):
+    with path.open("w") as file:
+        for number, answer in enumerate(answers):
+            row = {"question": f"What is {number} + 1?", "answer": answer}
+            file.write(json.dumps(row) + "\n")
+    return str(path)
