@@ -33,7 +33,8 @@ def test_a_failure_ends_with_what_was_printed_last(tmp_path):
 
 
 def test_the_last_line_is_shown(tmp_path):
-    run_child([sys.executable, "-c", "print('done')"], tmp_path / "log", (shown := []).append)
+    shown = []
+    run_child([sys.executable, "-c", "print('done')"], tmp_path / "log", shown.append)
     assert shown == ["done"]
 
 
