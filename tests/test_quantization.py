@@ -188,7 +188,7 @@ def test_stream_equals_llmcompressor_bit_for_bit(family, scheme, dtype, head, tm
     model = tiny_model(family, dtype, tie_word_embeddings=head == "tied", **WHOLE_BLOCKS)
     rounds_head = head == "quantized" and get_scheme(scheme).heads
     ignore = () if rounds_head else ("lm_head",)
-    weights = stream_of(with_extremes(model), get_scheme(scheme), ignore)
+    weights = stream_of(with_extremes(model), scheme, ignore)
     streamed = dict(weights.tensors(model_parameters(model)))
     write_with_llmcompressor(model, None, scheme, tmp_path / "out", ignore)
     assert_same_bits(streamed, load_file(tmp_path / "out" / "model.safetensors"))

@@ -150,7 +150,7 @@ def test_no_layer_found_is_an_error():
 
 
 def test_adapters_are_refused():
-    lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    lora = LoraConfig(r=2, target_modules=["q_proj"])
     with pytest.raises(ValueError, match=r"PEFT.*uaq_scale=1\.0"):
         scale_model_(get_peft_model(dense_model(), lora), 1.5)
     injected = dense_model()

@@ -264,4 +264,4 @@ def rollout_settings(scheme, **changed):
         "sync_check_interval": 16,
         "vllm_request_timeout": 900.0,
     }
-    return RolloutSettings(getattr(scheme, "name", scheme), **(defaults | changed))
+    return RolloutSettings(getattr(scheme, "name", scheme), **defaults | changed)
