@@ -32,9 +32,8 @@ def test_activations_are_rounded_as_vllm_does_it_without_a_gpu(dtype):
     from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
     from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
 
-    tokens = (torch.randn(6, 256) * torch.tensor([[3.0], [0.1], [1e4], [1.0], [1.0], [1.0]])).to(
-        dtype
-    )
+    sizes = torch.tensor([3.0, 0.1, 1e4, 1.0, 1.0, 1.0])
+    tokens = (torch.randn(6, 256) * sizes[:, None]).to(dtype)
     tokens[3, :128] = 0
     tokens[4, :32] = 448
     tokens[5, 0] = 448 * 64 + 128
@@ -42,7 +41,8 @@ def test_activations_are_rounded_as_vllm_does_it_without_a_gpu(dtype):
     with set_current_vllm_config(VllmConfig()):
         quant = QuantFP8(static=False, group_shape=GroupShape(1, 128), use_ue8m0=False)
     codes, scale = quant.forward_native(tokens)
-    expected = (codes.float().unflatten(-1, (-1, 128)) * scale.unsqueeze(-1)).flatten(-2).to(dtype)
+    blocks = codes.float().unflatten(-1, (-1, 128)) * scale.unsqueeze(-1)
+    expected = blocks.flatten(-2).to(dtype)
     assert torch.equal(round_activations(tokens, "fp8_block"), expected)
 
 
@@ -55,8 +55,10 @@ def test_the_environment_is_the_same_for_every_format_and_the_users_wins(on, mon
     on((10, 0))
     disabled = ",".join([CUTLASS, *DEEP_GEMM])
     # vLLM reads it once, and the next engine in the process may be another.
-    for schemes in [(), SCHEMES.values(), *((scheme,) for scheme in SCHEMES.values())]:
-        assert kernel_environment(*schemes) == {"VLLM_DISABLED_KERNELS": disabled}
+    assert kernel_environment() == {"VLLM_DISABLED_KERNELS": disabled}
+    assert kernel_environment(*SCHEMES.values()) == {"VLLM_DISABLED_KERNELS": disabled}
+    for scheme in SCHEMES.values():
+        assert kernel_environment(scheme) == {"VLLM_DISABLED_KERNELS": disabled}
     monkeypatch.setenv("VLLM_DISABLED_KERNELS", "MarlinLinearKernel")
     assert kernel_environment(SCHEMES["int8"]) == {}
 
@@ -95,14 +97,13 @@ def test_kernels_of_cpus_with_amx_refuse_what_we_refuse(monkeypatch):
     assert check_cpu_sgl_kernel(128, 128, torch.int8), (
         "INT8 has another kernel there: hardware.py refuses too much"
     )
-    by_softmax = {
-        get_routing_method_type("softmax", 2, each, None, False) for each in (True, False)
-    }
-    supported = {
-        each
-        for each in RoutingMethodType
-        if CPUExpertsInt8._supports_routing_method(each, None, None)
-    }
+    by_softmax = set()
+    for renormalizes in (True, False):
+        by_softmax.add(get_routing_method_type("softmax", 2, renormalizes, None, False))
+    supported = set()
+    for method in RoutingMethodType:
+        if CPUExpertsInt8._supports_routing_method(method, None, None):
+            supported.add(method)
     assert by_softmax < supported == by_softmax | {RoutingMethodType.Renormalize}
     assert [each for each in MoEActivation if CPUExpertsInt8._supports_activation(each)] == [
         MoEActivation.SILU

@@ -11,7 +11,6 @@ from support.building import build, start_no_engine
 from tiny import stream_of, tiny_mixture, tiny_model
 
 from trl_qurl import QuRLGRPOTrainer
-from trl_qurl.quantization import SCHEMES
 from trl_qurl.quantization.checkpoint_form import parameter_name
 from trl_qurl.quantization.merging import model_parameters
 from trl_qurl.rollout.checks.fingerprint import fingerprint
@@ -69,7 +68,7 @@ def test_modules_of_the_active_adapter_are_sent():
     names = [name for name, _ in tiny_model().named_parameters()]
     assert [name for name, _ in sent] == names
     assert dict(sent)["model.norm.weight"].unique().tolist() == [2.0]
-    assert list(stream_of(model, SCHEMES["int8"]).form.layout) == names
+    assert list(stream_of(model, "int8").form.layout) == names
 
 
 CHANGES = {
@@ -151,7 +150,7 @@ def test_fsdp_1_is_refused(start, monkeypatch):
 def test_heads_that_are_trained_alike_or_untied_are_accepted():
     untied = tiny_model(tie_word_embeddings=False)
     check_tied_head(get_peft_model(untied, lora(**APART["both"])).get_base_model())
-    both = lora(modules_to_save=["lm_head", "embed_tokens"], ensure_weight_tying=True)
+    both = lora(**APART["both"], ensure_weight_tying=True)
     check_tied_head(get_peft_model(tiny_model(), both).get_base_model())
     apart = tiny_model()
     apart.lm_head.weight = torch.nn.Parameter(apart.lm_head.weight.clone())

@@ -34,10 +34,10 @@ BUDGET = 3e-5  # nats per token, between the tiny model's KL with its outliers a
 
 def scored(*answers):
     """Answers to different questions, given by log ρ of their tokens."""
-    return [
-        Scored((number,), torch.as_tensor(row, dtype=torch.float64))
-        for number, row in enumerate(answers)
-    ]
+    found = []
+    for number, row in enumerate(answers):
+        found.append(Scored((number,), torch.as_tensor(row, dtype=torch.float64)))
+    return found
 
 
 def test_the_interval_holds_the_truth_where_questions_differ():
@@ -50,8 +50,10 @@ def test_the_interval_holds_the_truth_where_questions_differ():
         kls = 0.045 * torch.empty(16, 1, 1).exponential_(generator=generator).double()
         noise = torch.randn(16, 4, 16, generator=generator, dtype=torch.float64)
         log_ratios = (2 * kls).sqrt() * noise - kls
-        answers = enumerate(log_ratios.flatten(0, 1))
-        found = measure([Scored((number // 4,), row) for number, row in answers]).kl_k3
+        answers = []
+        for number, row in enumerate(log_ratios.flatten(0, 1)):
+            answers.append(Scored((number // 4,), row))
+        found = measure(answers).kl_k3
         inside += found.low <= 0.045 <= found.high
     assert 0.92 <= inside / 300 <= 0.98
 
@@ -93,7 +95,7 @@ def test_prompts_come_from_the_package_a_text_or_a_task(tmp_path):
     text.write_text("1+1=\n\n2+2=\n3+3=\n")
     assert load_prompts(str(text), 2) == ["1+1=", "2+2="]
     rows = tmp_path / "mine.jsonl"
-    rows.write_text(json.dumps({"question": "1+1?"}) + "\n")
+    rows.write_text('{"question": "1+1?"}\n')
     [[message]] = load_prompts(str(rows), 5)  # answers are not needed
     assert message["content"].startswith("1+1?")
 
@@ -352,8 +354,14 @@ def measured(warm_python, tmp_path_factory):
         f"--max-tokens 32 --no-smooth --kl {BUDGET} --kv fp8 -o new/out.json"
     )
     cache = directory / "cache"
-    variables = {"TRL_QURL_CACHE": str(cache), "COLUMNS": "80", "PYTHONPATH": str(ROOT)}
-    done = completed(warm_python, *command.split(), cwd=directory, **variables)
+    done = completed(
+        warm_python,
+        *command.split(),
+        cwd=directory,
+        TRL_QURL_CACHE=str(cache),
+        COLUMNS="80",
+        PYTHONPATH=str(ROOT),
+    )
     assert not [*cache.glob("*int8*")], "checkpoints that nobody starts from again stay on disk"
     return directory, done.stdout, json.loads((directory / "new" / "out.json").read_text())
 
@@ -387,8 +395,12 @@ def test_the_command_says_what_rounding_does_and_lists_layers_for_training(measu
 def test_the_kl_is_that_of_a_training_runs_first_rollout(measured, train, tmp_path):
     """Without smoothing, and with it: both fit it to the prompts, though not to the same ones."""
     directory, _, written = measured
-    config = {"max_steps": 1, "per_device_train_batch_size": 64, "num_generations": 8}
-    config["max_completion_length"] = 32
+    config = {
+        "max_steps": 1,
+        "per_device_train_batch_size": 64,
+        "num_generations": 8,
+        "max_completion_length": 32,
+    }
     run = [tmp_path, "--model", directory / "model"]
     records = train(*([*run, config | {"smooth_activations": on}] for on in (False, None)))
     first, smoothed = (rollout_rows(record)[0]["mismatch/kl_k3"] for record in records)

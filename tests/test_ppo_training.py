@@ -76,8 +76,11 @@ def arguments(directory, start, *more):
 
 
 def gradient_run(directory, start, batch, accumulation=1):
-    config = GRADIENT | {"per_device_train_batch_size": batch, "steps_per_generation": accumulation}
-    config["gradient_accumulation_steps"] = accumulation
+    config = GRADIENT | {
+        "per_device_train_batch_size": batch,
+        "steps_per_generation": accumulation,
+        "gradient_accumulation_steps": accumulation,
+    }
     return arguments(directory, start, "--value-model", "critic", "--request-seed", 1, config)
 
 
@@ -88,14 +91,17 @@ def one_process(train, start, tmp_path_factory):
     runs = {kind: arguments(directory / kind, start, *more) for kind, more in KINDS.items()}
     for kind in EXPORTED:
         runs[kind] += ["--export", directory / f"{kind} exported"]
-    return directory, dict(zip(runs, train(*runs.values()), strict=True))
+    records = train(*runs.values())
+    return directory, dict(zip(runs, records, strict=True))
 
 
 @pytest.fixture(scope="module")
 def fresh(one_process, run_scenario):
     """By kind of run, what an engine started from the last weights says of the probe."""
-    exported = (one_process[0] / f"{kind} exported" for kind in EXPORTED)
-    return dict(zip(EXPORTED, run_scenario("fresh_engine.py", *exported), strict=True))
+    directory, _ = one_process
+    exported = [directory / f"{kind} exported" for kind in EXPORTED]
+    probes = run_scenario("fresh_engine.py", *exported)
+    return dict(zip(EXPORTED, probes, strict=True))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -7,10 +7,7 @@ import torch
 from conftest import needs_vnni
 
 from trl_qurl.quantization import SCHEMES
-from trl_qurl.rollout.checks.tensors import (
-    find_not_finite,
-    tensor_digest,
-)
+from trl_qurl.rollout.checks.tensors import find_not_finite, tensor_digest
 
 # What was broken, and the check that names it.
 OTHER_FUNCTION = "The engine computes another function than the policy"
@@ -39,10 +36,11 @@ def broken_syncs(run_scenario, tmp_path_factory):
 @pytest.mark.xdist_group("proof")
 @pytest.mark.parametrize("fault", BY_CHECK)
 def test_a_broken_sync_is_noticed(fault, broken_syncs):
-    assert broken_syncs[fault] is not None, "no check noticed"
+    said = broken_syncs[fault]
+    assert said is not None, "no check noticed"
     errors = ("SyncError", "RuntimeError: A part of", "RuntimeError: The engine got no new weights")
-    assert broken_syncs[fault].startswith(errors)
-    assert BY_CHECK[fault] in broken_syncs[fault]
+    assert said.startswith(errors)
+    assert BY_CHECK[fault] in said
 
 
 @needs_vnni
@@ -76,15 +74,14 @@ def lying(tensor):
     return [tensor, gaps, part]
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1,), (7,), (16,), (5, 7), (3, 5, 9)], ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1,), (16,), (5, 7), (3, 5, 9)], ids=str)
 @pytest.mark.parametrize(
     "dtype",
-    ["float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "int8", "uint8", "bool"],
+    ["float64", "float32", "bfloat16", "float8_e4m3fn", "int8", "bool"],
 )
 def test_one_bit_changes_a_digest_wherever_a_tensor_lies(dtype, shape):
-    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(
-        getattr(torch, dtype)
-    )
+    torch.manual_seed(0)
+    tensor = torch.randn(shape).to(getattr(torch, dtype))
     digest = tensor_digest(tensor)
     if tensor.dim() == 0 or tensor.numel() == 0:
         assert digest != tensor_digest(tensor[None])
@@ -100,15 +97,18 @@ def test_one_bit_changes_a_digest_wherever_a_tensor_lies(dtype, shape):
 @pytest.mark.parametrize("bits", [0x7FC00000, 0x7FFFFFFF, -0x00400000, 0x7F800000, -0x00800000])
 def test_a_scale_shows_a_weight_that_is_not_finite(name, bits):
     names = []
-    weights = [torch.randn(128, 256), torch.full((128, 256), 3e38)]  # a sum would overflow
-    sent = {
-        f"{number}.{part}": tensor
-        for number in range(2)
-        for part, tensor in SCHEMES[name].quantize(weights[number]).items()
-    }
+    sent = {}
+
+    def quantize(number, weight):
+        for part, tensor in SCHEMES[name].quantize(weight).items():
+            sent[f"{number}.{part}"] = tensor
+
+    weight = torch.randn(128, 256)
+    quantize(0, weight)
+    quantize(1, torch.full((128, 256), 3e38))  # a sum would overflow
     assert dict(find_not_finite(sent.items(), names)) == sent
     assert not names
-    weights[0][100, 200] = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
-    broken = {f"0.{part}": tensor for part, tensor in SCHEMES[name].quantize(weights[0]).items()}
-    list(find_not_finite((sent | broken).items(), names))
+    weight[100, 200] = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+    quantize(0, weight)
+    list(find_not_finite(sent.items(), names))
     assert names == ["0.weight"]

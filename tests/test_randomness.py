@@ -4,6 +4,8 @@ Drawn as vLLM draws it: Model Runner V1 samples from torch's generator, V2 takes
 request from NumPy's.
 """
 
+from itertools import product
+
 import numpy
 import torch
 
@@ -16,12 +18,9 @@ def draw(noise, step, mode="train"):
 
 
 def test_each_generation_has_its_own_noise():
-    drawn = [
-        draw(EngineNoise(seed, engine), step)
-        for seed in (1, 2)
-        for engine in (0, 1)
-        for step in (0, 1)
-    ]
+    drawn = []
+    for seed, engine, step in product((1, 2), (0, 1), (0, 1)):
+        drawn.append(draw(EngineNoise(seed, engine), step))
     noise = EngineNoise(1, 0)
     drawn += [draw(noise, 2), draw(noise, 2), draw(noise, 2, "eval")]
     for values in zip(*drawn, strict=True):

@@ -62,11 +62,8 @@ class Model(nn.Module):
             parameters[name].weight_loader(parameters[name], tensor)
 
 
-class Pair(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first = Positioned()
-        self.second = Positioned()
+def pair():
+    return nn.ModuleDict({"first": Positioned(), "second": Positioned()})
 
 
 def reload(layer, *names):
@@ -134,6 +131,6 @@ def test_a_complete_layer_does_not_hide_one_of_its_class(last, defined_memory):
     names = ["layer.first.A", "layer.second.A", "layer.second.D"]
     names.sort(key=lambda name: last in name)
     with pytest.raises(RuntimeError, match="is undefined after a reload: Positioned"):
-        reload(Pair(), *names)
-    model = reload(Pair(), "layer.first.D", *names)
-    assert model.layer.first.positions.tolist() == [0.0, 1.0, 2.0, 3.0]
+        reload(pair(), *names)
+    layer = reload(pair(), "layer.first.D", *names).layer
+    assert layer["first"].positions.tolist() == [0.0, 1.0, 2.0, 3.0]

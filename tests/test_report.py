@@ -32,8 +32,9 @@ def figures(monkeypatch):
     return drawn
 
 
-def points(rollouts, values):
-    return Points(np.array(rollouts, dtype=float), np.array(values, dtype=float))
+def points(*values):
+    """Of the rollouts 1 and 9."""
+    return Points(np.array([1.0, 9.0]), np.array(values))
 
 
 def described(figure):
@@ -154,8 +155,8 @@ def test_sizes_of_rounding_and_updates(tmp_path, figures):
 
 def test_panels_of_a_study(tmp_path, figures):
     """Runs that differ in their seeds; labels on logarithmic axes; an odd panel is wide."""
-    seeds = [points([1, 9], [0.001, 1]), points([1, 9], [0.003, 3])]
-    decades = {"": [points([1, 9], [5e-6, 1])]}
+    seeds = [points(0.001, 1.0), points(0.003, 3.0)]
+    decades = {"": [points(5e-6, 1.0)]}
     other = Panel("", "", {})
     draw([Panel("", "", {"two": seeds}, logarithmic=True), other], tmp_path)
     draw([Panel("", "", decades, logarithmic=True), other, other], tmp_path)

@@ -31,9 +31,15 @@ T = 6
 
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("out")
-    given = (tiny_model(), vowels, None, tiny_tokenizer())
-    return losses.build(QuRLRLOOTrainer, directory, *given, beta=0.0)
+    return losses.build(
+        QuRLRLOOTrainer,
+        tmp_path_factory.mktemp("out"),
+        tiny_model(),
+        vowels,
+        None,
+        tiny_tokenizer(),
+        beta=0.0,
+    )
 
 
 @pytest.fixture

@@ -30,12 +30,23 @@ def test_gpus_divide_and_round_exactly(capability, dtype, cast, is_float, tmp_pa
     from trl_qurl.quantization.kernels import round_block
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    block = {"columns": 1, "HEIGHT": 1, "WIDTH": 3584, "SIZE": 4096}  # a row
-    constants = block | {"IS_FLOAT": is_float}
-    codes = f"*{dtype}" if is_float else "*i8"
-    pointers = {"weights": f"*{dtype}", "codes": codes, "scales": f"*{dtype}"}
-    numbers = {"low": "fp32", "high": "fp32", "eps": "fp32"}
-    signature = pointers | numbers | dict.fromkeys(constants, "constexpr")
+    constants = {
+        "columns": 1,
+        "HEIGHT": 1,  # a row
+        "WIDTH": 3584,
+        "SIZE": 4096,
+        "IS_FLOAT": is_float,
+    }
+    pointer = f"*{dtype}"
+    signature = {
+        "weights": pointer,
+        "codes": pointer if is_float else "*i8",
+        "scales": pointer,
+        "low": "fp32",
+        "high": "fp32",
+        "eps": "fp32",
+    }
+    signature |= dict.fromkeys(constants, "constexpr")
     source = ASTSource(round_block, signature, constants)
     program = compile(source, target=GPUTarget("cuda", capability, 32)).asm["ptx"]
     assert "div.rn.f32" in program

@@ -33,7 +33,8 @@ def test_a_failure_ends_with_what_was_printed_last(tmp_path):
 
 
 def test_the_last_line_is_shown(tmp_path):
-    run_child([sys.executable, "-c", "print('done')"], tmp_path / "log", (shown := []).append)
+    shown = []
+    run_child([sys.executable, "-c", "print('done')"], tmp_path / "log", shown.append)
     assert shown == ["done"]
 
 
@@ -94,8 +95,7 @@ def half(number):
 def test_a_call_returns_what_the_function_does_or_says_what_a_user_can_fix(
     shows_output, monkeypatch, capfd
 ):
-    places = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(places))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
     assert call_in_child(half, 4, "lost", shows_output) == 2
     assert call_in_child(half, 6, "lost", shows_output) == 3
     for number in (0, 3):

@@ -61,12 +61,7 @@ SECRETS = {
 
 
 def test_no_text_is_logged_but_that_of_settings_on_a_list(tmp_path):
-    kept = {
-        "rollout_quantization": {"re:.*": "int8"},
-        "objective": "tis",
-        "seed": 1,
-        "beta": None,
-    }
+    kept = {"rollout_quantization": {"re:.*": "int8"}, "objective": "tis", "beta": None}
     rows = [{"step": 1, "note": "s3cr3t"}]
     write(tmp_path / RUN_LOG, rows, kept | SECRETS, rows)
     assert read_run(tmp_path / RUN_LOG).settings == kept

@@ -17,7 +17,7 @@ from support.training import SAME, metrics_by_step
 from tiny import stream_of, tiny_model, tiny_tokenizer
 from transformers import AutoTokenizer, GenerationConfig
 
-from trl_qurl.quantization import SCHEMES, write_checkpoint
+from trl_qurl.quantization import write_checkpoint
 from trl_qurl.quantization.checks.output import check_replaceable
 from trl_qurl.quantization.merging import model_parameters
 from trl_qurl.rollout.backend import QuantizedVLLMGeneration
@@ -27,12 +27,6 @@ from trl_qurl.trainers.engine import QuantizedEngineMixin
 from trl_qurl.trainers.saving import read_in_main_process
 
 KINDS = ("full", "lora")  # of GRPO, and of PPO
-
-engines = [
-    pytest.mark.vllm,
-    pytest.mark.xdist_group("saving"),
-    pytest.mark.parametrize("kind", KINDS),
-]
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +52,11 @@ def config_of(directory):
 
 
 class TestRuns:
-    pytestmark = engines
+    pytestmark = [
+        pytest.mark.vllm,
+        pytest.mark.xdist_group("saving"),
+        pytest.mark.parametrize("kind", KINDS),
+    ]
 
     def test_a_fresh_engine_computes_what_the_trainers_own_does(self, kind, saved, fresh):
         directory, records = saved
@@ -215,9 +213,7 @@ def trainer(tmp_path):
     """What `save_quantized` asks of a trainer whose rollouts had an adapter beside a base in four
     bits.
     """
-    lora = LoraConfig(
-        r=9, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
-    )
+    lora = LoraConfig(r=9, target_modules=["q_proj"], init_lora_weights=False)
     model = get_peft_model(tiny_model(), lora)
     trainer = QuantizedEngineMixin.__new__(QuantizedEngineMixin)
     trainer.model = model
@@ -228,7 +224,7 @@ def trainer(tmp_path):
         output_dir=str(tmp_path / "run"),
         hub_model_id="someone/tiny",
     )
-    weights = stream_of(model, SCHEMES["w4a16"])
+    weights = stream_of(model, "w4a16")
     trainer.vllm_generation = QuantizedVLLMGeneration.__new__(QuantizedVLLMGeneration)
     vars(trainer.vllm_generation).update(
         model=model,
@@ -265,14 +261,15 @@ def test_a_base_that_is_gone_is_an_error_in_all_processes(trainer, processes, tm
 EXACT = ["lm_head", "re:.*down_proj"]
 
 
-CHOICES = [
-    {"merge": True},
-    {"formats": "fp8", "ignore": EXACT},
-    {"ignore": EXACT},
-]
-
-
-@pytest.mark.parametrize("choice", CHOICES, ids=str)
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"merge": True},
+        {"formats": "fp8", "ignore": EXACT},
+        {"ignore": EXACT},
+    ],
+    ids=str,
+)
 def test_an_adapter_is_merged_where_that_is_asked_for_or_the_base_is_another(choice, trainer):
     before = copy.deepcopy(trainer.model.state_dict())
     beside = weights_of(trainer.save_quantized())

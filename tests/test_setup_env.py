@@ -91,13 +91,14 @@ class Clone:
         self.environment = {
             name: value for name, value in os.environ.items() if name[:3] not in ("PIP", "UV_")
         }
-        self.environment["UV_CACHE_DIR"] = f"{folder}/cache"
-        self.environment["PYTHONDONTWRITEBYTECODE"] = "1"
         self.settings = {
             "PIP_CONFIG_FILE": f"{folder}/pip.conf",
             "PIP_FIND_LINKS": str(self.wheels),
         }
-        self.environment |= self.settings
+        self.environment |= self.settings | {
+            "UV_CACHE_DIR": f"{folder}/cache",
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
 
     def lock(self, *lines):
         (self.folder / "requirements/cpu.lock").write_text("\n".join(lines) + "\n")

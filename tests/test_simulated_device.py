@@ -44,8 +44,8 @@ SHAPE = {
 LAUNCHES = {"int8": 86, "fp8": 57, "fp8_block": 64, "w4a16": 113, "w8a16": 92}
 VIEWS = {
     "view", "_unsafe_view", "t", "transpose", "permute", "expand", "slice", "select", "split", "split_with_sizes",
-    "unsqueeze", "squeeze", "detach", "alias", "as_strided", "unbind", "chunk", "unflatten", "_reshape_alias", "empty",
-    "empty_like", "new_empty", "empty_strided", "new_empty_strided", "device", "lift_fresh", "_local_scalar_dense",
+    "unsqueeze", "squeeze", "detach", "alias", "as_strided", "unbind", "empty",
+    "empty_like", "new_empty", "empty_strided", "new_empty_strided", "device", "lift_fresh",
 }  # fmt: skip
 
 
@@ -75,7 +75,9 @@ class Watch(TorchDispatchMode):
     def scalar(self, tensor):
         """A tensor's value on the host: a wait, and an answer that no code here minds."""
         self.waits[f"scalar in {line()}"] += tensor.is_cuda
-        return False if tensor.dtype is torch.bool else 1.0 if tensor.dtype.is_floating_point else 1
+        if tensor.dtype is torch.bool:
+            return False
+        return 1.0 if tensor.dtype.is_floating_point else 1
 
     def begin(self):
         self.launches = 0
@@ -84,8 +86,10 @@ class Watch(TorchDispatchMode):
 
 def line():
     """The innermost line of ours."""
-    frames = [frame for frame in traceback.extract_stack() if "/trl_qurl/" in frame.filename]
-    return f"{frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno}" if frames else "a test"
+    for frame in reversed(traceback.extract_stack()):
+        if "/trl_qurl/" in frame.filename:
+            return f"{frame.filename}:{frame.lineno}"
+    return "a test"
 
 
 def getitem(tensor, index):

@@ -6,14 +6,13 @@ import gc
 import json
 import re
 from dataclasses import replace
-from itertools import chain
 
 import pytest
 import torch
 import vllm
 from documents import ROOT
 from simulated_gpu import table
-from simulated_gpu.cases import ALWAYS, CORNERS, FAULTS, MATRIX, MIXED
+from simulated_gpu.cases import ALWAYS, CORNERS, FAULTS, ON_THE_PAGE
 from simulated_gpu.forking import simulate_all
 from simulated_gpu.platform import GPUS
 from torch import nn
@@ -34,7 +33,6 @@ def marks_of(case):
     return [] if case in ALWAYS else pytest.mark.slow
 
 
-ON_THE_PAGE = [*MATRIX, *chain(*MIXED.values())]
 SIMULATED = []
 for case in dict.fromkeys([*ALWAYS, *ON_THE_PAGE, *CORNERS]):
     SIMULATED.append(pytest.param(case, marks=marks_of(case)))

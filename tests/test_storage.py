@@ -30,7 +30,7 @@ def test_a_directory_appears_or_is_replaced_only_when_complete(tmp_path):
     for text in ("old", "new"):
         with new_directory(tmp_path / "final") as draft:
             (draft / text).write_text(text)
-            assert (tmp_path / "final" / text).exists() is False
+            assert not (tmp_path / "final" / text).exists()
         assert tree(tmp_path) == ["final", f"final/{text}"]
     with pytest.raises(KeyError), new_directory(tmp_path / "final") as draft:
         (draft / "failed").write_text("half")

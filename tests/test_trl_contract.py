@@ -50,9 +50,14 @@ OTHER_TRAINERS = [
 ]
 """Where docs/architecture.md says that `QuantizedEngineMixin` works."""
 
-NOT_PRIVATE = {"_asdict", "_fields", "_replace", "_exit"}  # of named tuples and `os`
-NOT_PRIVATE |= {"_version"}  # how often a tensor was written to, documented by torch
-NOT_PRIVATE |= {"_evaluate"}  # of our callback; a trainer has one too
+NOT_PRIVATE = {
+    "_asdict",  # the first three are of named tuples
+    "_fields",
+    "_replace",
+    "_exit",  # of `os`
+    "_version",  # how often a tensor was written to, documented by torch
+    "_evaluate",  # of our callback; a trainer has one too
+}
 
 
 # Reading sources
@@ -121,8 +126,10 @@ def test_doctor_says_in_what_a_library_differs(monkeypatch):
 @functools.cache
 def code():
     """Every node of the package's code."""
-    files = Path(trl_qurl.__file__).parent.rglob("*.py")
-    return [node for path in files for node in ast.walk(ast.parse(path.read_text()))]
+    nodes = []
+    for path in Path(trl_qurl.__file__).parent.rglob("*.py"):
+        nodes += ast.walk(ast.parse(path.read_text()))
+    return nodes
 
 
 def test_every_private_name_is_listed():
@@ -224,8 +231,15 @@ def test_trainers_of_the_table_have_what_the_engine_needs(module):
 def test_sampling_parameters_that_the_config_names_exist():
     body = definition("vllm.sampling_params", "SamplingParams").body
     fields = {node.target.id for node in body if isinstance(node, ast.AnnAssign)}
-    named = {*HARMLESS, *NEUTRAL, *REFUSED}
-    named |= {"min_p", "temperature", "structured_outputs", *sampling_arguments({})}
+    named = {
+        *HARMLESS,
+        *NEUTRAL,
+        *REFUSED,
+        *sampling_arguments({}),
+        "min_p",
+        "temperature",
+        "structured_outputs",
+    }
     assert named <= fields, "see config/checks/sampling.py"
 
 

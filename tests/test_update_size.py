@@ -4,24 +4,22 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tiny import stream_of, tiny_model
 from transformers import TrainerState
 
-from tests.tiny import tiny_model
 from trl_qurl.lab.update_size import STEPS, UpdateSizeCallback
 from trl_qurl.quantization.merging import model_parameters
-from trl_qurl.quantization.plan import make_plan
-from trl_qurl.quantization.stream import WeightStream
 
 
 def watched(stream):
     """A callback that watches a stream, as in a trainer."""
     callback = UpdateSizeCallback()
+    callback.recorded = {}
     callback.trainer = SimpleNamespace(
         vllm_generation=SimpleNamespace(weights=stream),
         state=TrainerState(),
-        _record=lambda metrics: callback.recorded.update(metrics),
+        _record=callback.recorded.update,
     )
-    callback.recorded = {}
     callback.on_train_begin()
     callback.on_train_begin()  # of another training
     return callback
@@ -48,8 +46,8 @@ def relative(before, after):
 @pytest.mark.parametrize("name", ["int8", "fp8", "fp8_block", "w4a16"])
 def test_a_sample_of_rows_measures_what_the_paper_does(name):
     model = tiny_model("llama", hidden_size=256, head_dim=128)
-    plan = make_plan(model, name)
-    stream = watched(WeightStream(model, plan))
+    weights = stream_of(model, name)
+    stream = watched(weights)
     assert "weights/update/q_proj" not in sync(stream, model, step=0)
     before = query_weights(model)
     torch.manual_seed(1)
@@ -58,7 +56,7 @@ def test_a_sample_of_rows_measures_what_the_paper_does(name):
             weight = layer.self_attn.q_proj.weight
             weight.add_(0.01 * weight.std() * torch.randn_like(weight))
     after = query_weights(model)
-    scheme = plan.schemes["model.layers.0.self_attn.q_proj"]
+    scheme = weights.plan.schemes["model.layers.0.self_attn.q_proj"]
     rounded = [scheme.dequantize(scheme.quantize(weight)) for weight in after]
 
     assert sync(stream, model, step=STEPS - 1) == {}  # not due
@@ -71,7 +69,7 @@ def test_a_sample_of_rows_measures_what_the_paper_does(name):
 
 def test_other_smoothing_scales_are_no_update():
     model = tiny_model("llama")
-    weights = WeightStream(model, make_plan(model, "int8"), smooths=True)
+    weights = stream_of(model, "int8", smooths=True)
     stream = watched(weights)
     first = sync(stream, model, step=0)
     for layer in range(2):

@@ -49,7 +49,7 @@ def test_critic_starts_from_a_saved_critic_and_has_no_dropout(tmp_path):
 @pytest.mark.parametrize(
     ("model", "what"),
     [
-        (lambda: tiny_model(), "Qwen2ForCausalLM"),
+        (tiny_model, "Qwen2ForCausalLM"),
         (lambda: tiny_classifier(num_labels=2), "2 labels"),
         (lambda: tiny_classifier(AutoModelForSequenceClassification), "Sequence"),
     ],
@@ -75,15 +75,15 @@ def test_another_tokenizer_is_refused_before_an_engine_starts(tmp_path):
     # The same size, with two tokens exchanged.
     exchanged = [*VOCABULARY[:40], VOCABULARY[41], VOCABULARY[40], *VOCABULARY[42:]]
     critic = str(save_tiny(tmp_path / "critic", tokenizer=tiny_tokenizer(exchanged)))
-    given = {"model": policy, "processing_class": None}
     with pytest.raises(ValueError, match=f"{critic} has another tokenizer than the policy"):
-        build_trainer(QuRLPPOTrainer, tmp_path, value_model=critic, **given)
+        build_trainer(
+            QuRLPPOTrainer, tmp_path, model=policy, value_model=critic, processing_class=None
+        )
     larger = tiny_tokenizer()
     larger.add_tokens(["<new>"])
     critic = str(save_tiny(tmp_path / "larger", vocab_size=128, tokenizer=larger))
-    given["processing_class"] = tiny_tokenizer()
     with pytest.raises(AssertionError):  # accepted: the engine would start now
-        build_trainer(QuRLPPOTrainer, tmp_path, value_model=critic, **given)
+        build_trainer(QuRLPPOTrainer, tmp_path, model=policy, value_model=critic)
 
 
 def test_a_policy_from_memory_needs_a_value_model(tmp_path):

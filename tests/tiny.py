@@ -28,7 +28,7 @@ ENGINE = {"enforce_eager": True, "kv_cache_memory_bytes": 2**24}
 each start.
 """
 
-KEPT: list = []
+KEPT = []
 """Scenarios keep trainers and engines here. Freeing one takes as long as a run: two collections
 visit all that was ever imported. Nothing is collected when the process ends (`forks.end_of`)."""
 
@@ -138,7 +138,9 @@ def save_tiny(
     **settings,
 ):
     """Save a model, by default a tiny one with these settings, with its tokenizer."""
-    (tiny_model(**settings) if model is None else model).save_pretrained(directory)
+    if model is None:
+        model = tiny_model(**settings)
+    model.save_pretrained(directory)
     save_tokenizer(directory, chat_template, tokenizer)
     return directory
 
@@ -193,7 +195,7 @@ case in which it is needed. If transformers has the architecture, TRL loads that
 
 def save_remote_code_model(directory, architecture="InternLM3ForCausalLM"):
     """Save a model with its classes, like models on the Hub with remote code."""
-    save_tiny(directory, family="llama", max_position_embeddings=128)
+    save_tiny(directory, family="llama")
     for name, code in REMOTE_CODE.items():
         (directory / name).write_text(code)
     config = json.loads((directory / "config.json").read_text())
@@ -242,8 +244,8 @@ def assert_same_bits(tensors, expected):
     for name, tensor in expected.items():
         assert tensors[name].dtype == tensor.dtype, name
         assert tensors[name].shape == tensor.shape, name
-        bits = tensors[name].contiguous().view(torch.uint8)
-        assert torch.equal(bits, tensor.contiguous().view(torch.uint8)), name
+        bits = tensors[name].flatten().view(torch.uint8)
+        assert torch.equal(bits, tensor.flatten().view(torch.uint8)), name
 
 
 def rollout_settings(scheme, **changed):
@@ -262,4 +264,4 @@ def rollout_settings(scheme, **changed):
         "sync_check_interval": 16,
         "vllm_request_timeout": 900.0,
     }
-    return RolloutSettings(getattr(scheme, "name", scheme), **(defaults | changed))
+    return RolloutSettings(getattr(scheme, "name", scheme), **defaults | changed)

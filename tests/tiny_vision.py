@@ -3,9 +3,7 @@ about.
 """
 
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -13,10 +11,7 @@ import yaml
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from tiny import VOCABULARY, move_from_start, tiny_tokenizer
-from transformers import (
-    AutoConfig,
-    AutoModelForImageTextToText,
-)
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 TEXT = yaml.safe_load("""
 vocab_size: 128
@@ -87,7 +82,7 @@ ROTARY_3 = {
     "mrope_section": [6, 5, 5],
 }
 LLAMA = {"model_type": "llama", **TEXT}
-CONFIGS: dict[str, dict[str, Any]] = {
+CONFIGS = {
     "qwen2_vl": {
         "text_config": TEXT | {"rope_scaling": ROTARY},
         "vision_config": QWEN_VISION | {"embed_dim": 32, "hidden_size": 128, "mlp_ratio": 2},
@@ -152,9 +147,9 @@ def tiny_vision_model(family, seed=0):
     with tempfile.TemporaryDirectory() as directory:
         model.save_pretrained(directory)
         file = Path(directory) / "model.safetensors"
-        tensors = {
-            name.replace("vision_tower.", tower): tensor for name, tensor in load_file(file).items()
-        }
+        tensors = {}
+        for name, tensor in load_file(file).items():
+            tensors[name.replace("vision_tower.", tower)] = tensor
         save_file(tensors, file, metadata={"format": "pt"})
         return AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32)
 
@@ -173,6 +168,7 @@ def picture(shade=100):
 
 def _qwen_processor(kind, videos):
     patches = {"patch_size": 14, "min_pixels": 28 * 28, "max_pixels": 56 * 56}
+    placeholder = f"{SPECIAL['start']}{SPECIAL['image']}{SPECIAL['end']}"
     return getattr(transformers, kind)(
         image_processor=transformers.Qwen2VLImageProcessor(**patches),
         tokenizer=vision_tokenizer(
@@ -182,9 +178,7 @@ def _qwen_processor(kind, videos):
             vision_eos_token="end",
         ),
         video_processor=getattr(transformers, videos)(**patches),
-        chat_template=TEMPLATE.replace(
-            "IMAGE", "".join(SPECIAL[part] for part in ("start", "image", "end"))
-        ),
+        chat_template=TEMPLATE.replace("IMAGE", placeholder),
     )
 
 
@@ -231,7 +225,7 @@ def _smolvlm_processor():
     )
 
 
-VISION_FAMILIES: dict[str, Callable[[], Any]] = {
+VISION_FAMILIES = {
     "qwen2_vl": lambda: _qwen_processor("Qwen2VLProcessor", "Qwen2VLVideoProcessor"),
     "qwen2_5_vl": lambda: _qwen_processor("Qwen2_5_VLProcessor", "Qwen2VLVideoProcessor"),
     "qwen3_vl": lambda: _qwen_processor("Qwen3VLProcessor", "Qwen3VLVideoProcessor"),

@@ -122,19 +122,26 @@ def rollout_func(out):
         _, completion_ids, logps, *_ = trainer.vllm_generation.generate(
             prompts=prompt_ids, images=None, num_generations=trainer.num_generations
         )
-        logps = [[token[0] for token in tokens] for tokens in logps]
         [added] = tokenizer("!")["input_ids"]
+        logprobs = []
+        env_mask = []
+        noted = []
+        for tokens, listed in zip(completion_ids, logps, strict=True):
+            logprobs.append([of_token[0] for of_token in listed] + [0.0])
+            env_mask.append([1] * len(tokens) + [0])
+            noted.append(len(tokens))
         return {
             "prompt_ids": prompt_ids,
             "completion_ids": [[*tokens, added] for tokens in completion_ids],
-            "logprobs": [[*tokens, 0.0] for tokens in logps],
-            "env_mask": [[1] * len(tokens) + [0] for tokens in completion_ids],
-            "noted": [len(tokens) for tokens in completion_ids],
+            "logprobs": logprobs,
+            "env_mask": env_mask,
+            "noted": noted,
         }
 
     def judge(completions, noted, **kwargs):
-        return [
-            float(length) + len(set(said)) for said, length in zip(completions, noted, strict=True)
-        ]
+        rewards = []
+        for said, length in zip(completions, noted, strict=True):
+            rewards.append(float(length + len(set(said))))
+        return rewards
 
     return seen(run(out, reward_funcs=judge, given={"rollout_func": roll_out}))

@@ -30,13 +30,22 @@ UP = "base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"
 
 
 def without(part):
-    return lambda tensors: ((name, tensor) for name, tensor in tensors if part not in name)
+    def change(tensors):
+        for name, tensor in tensors:
+            if part not in name:
+                yield name, tensor
+
+    return change
 
 
 def doubled(part):
-    return lambda tensors: (
-        (name, 2 * tensor if part in name else tensor) for name, tensor in tensors
-    )
+    def change(tensors):
+        for name, tensor in tensors:
+            if part in name:
+                tensor = 2 * tensor
+            yield name, tensor
+
+    return change
 
 
 # Places for a fault. Each takes the trainer's generation backend, and returns a context in which
@@ -101,8 +110,10 @@ def keep_the_prefix_cache(generation):
 
 
 def change_the_file(path):
-    tensors = load_file(path / "adapter_model.safetensors")
-    save_file({**tensors, UP: 2 * tensors[UP]}, path / "adapter_model.safetensors")
+    file = path / "adapter_model.safetensors"
+    tensors = load_file(file)
+    tensors[UP] *= 2
+    save_file(tensors, file)
 
 
 def change_the_file_before_loading(generation):
@@ -131,7 +142,7 @@ def change_the_file_after_loading(generation):
 
 
 FAULTS = {
-    "none": lambda generation: nullcontext(),
+    "none": nullcontext,
     "tensor skipped": on_the_way(without(SCALE)),
     "scale doubled before sending": before_sending(doubled(SCALE)),
     "reload that does nothing": load_nothing,
@@ -141,7 +152,7 @@ FAULTS = {
     "layer skipped": on_the_way(without("layers.1.mlp.down_proj")),
 }
 ADAPTER_FAULTS = {
-    "adapter": lambda generation: nullcontext(),
+    "adapter": nullcontext,
     "adapter's file changed before loading": change_the_file_before_loading,
     "adapter's file changed after loading": change_the_file_after_loading,
 }
@@ -149,7 +160,7 @@ ADAPTER_FAULTS = {
 
 
 OWN_FAULTS = {
-    "own rollouts": lambda generation: nullcontext(),
+    "own rollouts": nullcontext,
     "scale doubled before sending, own rollouts": before_sending(doubled(SCALE)),
 }
 """With a `rollout_func` whose completions are not what the engine has sampled at their place."""
@@ -157,9 +168,11 @@ OWN_FAULTS = {
 
 def two_turns(prompts, trainer):
     """The prompts of two turns, then the completions of two, as TRL's example for games has it."""
-    names = ("prompt_ids", "completion_ids", "logprobs")
-    result = {name: [[] for _ in prompts] for name in names}
-    for texts in (prompts, [f"guess {number % 3}" for number in range(len(prompts))]):
+    result = {}
+    for name in ("prompt_ids", "completion_ids", "logprobs"):
+        result[name] = [[] for _ in prompts]
+    guesses = [f"guess {number % 3}" for number in range(len(prompts))]
+    for texts in (prompts, guesses):
         prompt_ids = [trainer.processing_class(text)["input_ids"] for text in texts]
         _, completion_ids, logprobs, *_ = trainer.vllm_generation.generate(
             prompts=prompt_ids, images=None, num_generations=GROUP
@@ -173,8 +186,11 @@ def two_turns(prompts, trainer):
 
 def long_texts(count):
     """Prompts that fill a block of the key-value cache, which a kept cache would answer from."""
-    words = [("say " + "abcdefghij"[i % 10] * 3 + " and then ") * 5 for i in range(count)]
-    return Dataset.from_dict({"prompt": [f"{text}{i}" for i, text in enumerate(words)]})
+    prompts = []
+    for number in range(count):
+        word = "abcdefghij"[number % 10] * 3
+        prompts.append(f"say {word} and then " * 5 + str(number))
+    return Dataset.from_dict({"prompt": prompts})
 
 
 def start(output_dir, **given):
@@ -204,7 +220,9 @@ def start(output_dir, **given):
 def roll_out(trainer):
     """Sync and generate as a step of training does, and judge what was sampled."""
     trainer.model.train()
-    rows = [row for row in trainer.train_dataset for _ in range(GROUP)]
+    rows = []
+    for row in trainer.train_dataset:
+        rows += [row] * GROUP
     trainer._step = 0  # TRL generates at the first micro-batch
     trainer._prepare_inputs(rows)
 

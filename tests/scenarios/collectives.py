@@ -5,17 +5,16 @@ Trainer, backend, sync and client are real. Only the server is not: it answers f
 how each case ended, in all processes alike or not (`Recorder`).
 """
 
-import json
 import os
 import sys
 from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import torch
 import torch.distributed as dist
+from child import print_record
+from peft import LoraConfig
 from recorder import PATIENCE, Recorder
 from short_runs import BASE, letters, texts
 from support.fake_server import URL, FakeServer, NoStream
@@ -31,7 +30,8 @@ from trl_qurl.rollout.backend import QuantizedVLLMGeneration
 from trl_qurl.rollout.errors import ServerError
 
 SETTINGS = {
-    **{name: value for name, value in BASE.items() if name != "vllm_engine_kwargs"},
+    **BASE,
+    "vllm_engine_kwargs": {},  # a server has its own
     "per_device_train_batch_size": 4,
     "max_steps": 3,
     "learning_rate": 0.0,  # so that the server's model is always the policy
@@ -114,13 +114,19 @@ class Case:
     def start(self):
         peft_config = None
         if self.kind == "lora":
-            from peft import LoraConfig
-
             peft_config = LoraConfig(r=4, target_modules="all-linear")
-        config = SETTINGS | {"weight_sync": "auto" if self.route == "stream" else self.route}
-        args = QuRLGRPOConfig(str(self.out), **config | {"bf16": self.kind != "ddp"})
-        given = {"processing_class": tiny_tokenizer(), "peft_config": peft_config}
-        self.trainer = QuRLGRPOTrainer(small(), letters, args, texts(), **given)
+        settings = SETTINGS | {
+            "weight_sync": "auto" if self.route == "stream" else self.route,
+            "bf16": self.kind != "ddp",
+        }
+        self.trainer = QuRLGRPOTrainer(
+            small(),
+            letters,
+            QuRLGRPOConfig(str(self.out), **settings),
+            texts(),
+            processing_class=tiny_tokenizer(),
+            peft_config=peft_config,
+        )
         KEPT.append(self.trainer)
         if self.kind == "fsdp2":  # which accelerate turns on for GPUs only
             self.trainer.vllm_generation._dist.fsdp_version = 2
@@ -177,11 +183,12 @@ def run(case, faults):
     case.check("long prompt of the main process", lambda: case.generate(70 if case.is_main else 2))
     case.check("long prompt of another process", lambda: case.generate(2 if case.is_main else 70))
     case.check("a weight that is infinite", case.diverged_rollout)
-    full = {"side_effect": OSError("No space left on device")}
-    files = mock.patch("trl_qurl.quantization.checkpoint.CheckpointWriter.write", **full)
-    adapters = mock.patch("trl_qurl.rollout.routes.write_adapter", **full)
+    full = OSError("No space left on device")
+    write = "trl_qurl.quantization.checkpoint.CheckpointWriter.write"
+    files = mock.patch(write, side_effect=full)
+    adapters = mock.patch("trl_qurl.rollout.routes.write_adapter", side_effect=full)
     with files, adapters:
-        case.check("full disk", case.rollout if case.route != "stream" else case.save)
+        case.check("full disk", case.save if case.route == "stream" else case.rollout)
     for number, request in enumerate(at_start, 1):
         case.check(f"start, fails: {number}, {request}", case.start, "fails", number)
     if case.route == "stream":
@@ -221,8 +228,7 @@ def main(out, kind, route, *faults):
         else:
             run(case, list(faults))
     dist.barrier()  # the main process has the store
-    if rank == 0:
-        print("RECORD " + json.dumps({"outcomes": case.outcomes, "collectives": recorder.total}))
+    print_record({"outcomes": case.outcomes, "collectives": recorder.total})
 
 
 if __name__ == "__main__":

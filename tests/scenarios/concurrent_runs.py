@@ -59,6 +59,11 @@ def keep_running(parent, losses, runs):
     """Make so many runs, 40 of them at a time, and count how they ended."""
     statuses = Counter()
     ended, held = os.pipe()  # all hold it, also forks that outlive their runs
+
+    def await_one():
+        _, status = os.wait()
+        statuses[os.waitstatus_to_exitcode(status)] += 1
+
     for seed in range(runs):
         if os.fork() == 0:
             try:
@@ -66,9 +71,9 @@ def keep_running(parent, losses, runs):
             finally:
                 os._exit(1)
         if seed >= AT_ONCE:
-            statuses[os.waitstatus_to_exitcode(os.wait()[1])] += 1
+            await_one()
     for _ in range(AT_ONCE):
-        statuses[os.waitstatus_to_exitcode(os.wait()[1])] += 1
+        await_one()
     os.close(held)
     os.read(ended, 1)  # returns when the last one has ended
     return statuses

@@ -45,13 +45,14 @@ def rewards(out):
     asked = {}
 
     async def right(prompts, completions, answer, trainer_state, log_extra, log_metric, **kwargs):
-        asked.update(prompt=prompts[0], completion=completions[0], step=trainer_state.global_step)
+        asked.update(prompt=prompts[0], step=trainer_state.global_step)
         log_extra("expected", list(answer))
         log_metric("answers", float(len(answer)))
         return contained(completions, answer)
 
     def sometimes(completions, **kwargs):
-        return [None if i % 2 else letters([c[0]["content"]])[0] for i, c in enumerate(completions)]
+        rewards = length(completions)
+        return [None if i % 2 else reward for i, reward in enumerate(rewards)]
 
     counter = Counter()
     trainer = run(
@@ -189,7 +190,7 @@ def main(directory, *names):
     records = {}
     for name in names:
         kind, *arguments = name.split("/")
-        [scenario] = [vars(module)[kind] for module in MODULES if kind in vars(module)]
+        scenario = SCENARIOS[kind]
         out = Path(directory) / name.replace("/", "-")
         try:
             records[name] = scenario(out, *arguments)
@@ -198,7 +199,7 @@ def main(directory, *names):
     print_record(records)
 
 
-MODULES = (sys.modules[__name__], agents, families)
+SCENARIOS = vars(agents) | vars(families) | globals()
 
 if __name__ == "__main__":
     main(*sys.argv[1:])

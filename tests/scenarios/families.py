@@ -94,11 +94,17 @@ def remote_code(out):
 BACKEND = ("smollm3", "olmo2", "olmo3", "starcoder2", "vaultgemma")
 
 
+def has_amx():
+    return torch.cpu.get_capabilities().get("amx_tile")
+
+
 def backend_format():
     """16 bits where vLLM's INT8 kernel takes no batches, which its transformers backend gives it:
     CPUs with AMX.
     """
-    return {"rollout_quantization": None} if torch.cpu.get_capabilities().get("amx_tile") else {}
+    if has_amx():
+        return {"rollout_quantization": None}
+    return {}
 
 
 def dense(out, family):
@@ -111,8 +117,7 @@ def experts(out, family):
     """A mixture of experts, with the loss that balances them. CPUs without AMX keep experts in 16
     bits by default.
     """
-    has_amx = torch.cpu.get_capabilities().get("amx_tile")
-    ignore = SIXTEEN_BIT_EXPERTS if has_amx else ["lm_head"]
+    ignore = SIXTEEN_BIT_EXPERTS if has_amx() else ["lm_head"]
     model = tiny_mixture(family, output_router_logits=True)
     return seen(run(out, model=model, router_aux_loss_coef=0.01, quantization_ignore=ignore))
 
@@ -130,11 +135,14 @@ def vision(out, family, *parts):
     if "text" not in parts:
         rows["image"] = [picture(10 * i) for i in range(count)]
     given = {"train_dataset": Dataset.from_dict(rows), "processing_class": processor}
+    settings = {"beta": 0.0}
     if "lora" in parts:
+        settings["beta"] = 0.1
         given["peft_config"] = LoraConfig(
             r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False
         )
-    large = {"learning_rate": 0.02, "max_steps": 4} if "again" in parts else {}
+    if "again" in parts:
+        settings |= {"learning_rate": 0.02, "max_steps": 4}
     trainer = run(
         out,
         "RLOO" if "RLOO" in parts else "GRPO",
@@ -144,8 +152,7 @@ def vision(out, family, *parts):
         # engine's probabilities, so only these two have one.
         generation_kwargs={"logit_bias": {IDS["image"]: -100.0, IDS["video"]: -100.0}},
         vllm_max_model_length=256,
-        beta=0.1 if "lora" in parts else 0.0,
         log_completions=True,
-        **large,
+        **settings,
     )
     return seen(trainer)

@@ -19,10 +19,14 @@ def main():
     policy = MadeUpPolicy(accelerator, GROUP_SIZE, PromptStream(ROWS, seed=1))
     rollouts = []
     for rollout in range(ROLLOUTS):
-        batch = [row for row in ROWS[rollout * GROUPS :][:GROUPS] for _ in range(GROUP_SIZE)]
+        batch = []
+        for row in ROWS[rollout * GROUPS :][:GROUPS]:
+            batch += [row] * GROUP_SIZE
         size = len(batch) // accelerator.num_processes
-        filled = policy.fill(batch[accelerator.process_index * size :][:size])
-        samples = gather_object([[s.row["prompt"], s.completion] for s in filled.samples])
+        start = accelerator.process_index * size
+        filled = policy.fill(batch[start : start + size])
+        own = [[sample.row["prompt"], sample.completion] for sample in filled.samples]
+        samples = gather_object(own)
         rollouts.append(
             {"samples": samples, "rewards": filled.rewards.tolist(), "metrics": filled.metrics}
         )

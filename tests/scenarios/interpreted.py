@@ -7,7 +7,9 @@ import sys
 
 os.environ["TRITON_INTERPRET"] = "1"
 
+import child  # noqa: F401, finds the tests' modules
 import torch
+from tiny import assert_same_bits
 from triton.runtime import interpreter
 
 from trl_qurl.quantization import SCHEMES, packing
@@ -35,12 +37,7 @@ def rounded(name, weight, device):
 
 def compare(name, weight):
     by_operators = rounded(name, weight, "cuda")
-    for part, tensor in rounded(name, weight, "cpu").items():
-        expected = by_operators[part]
-        assert (tensor.dtype, tensor.shape) == (expected.dtype, expected.shape), (name, part)
-        assert torch.equal(
-            tensor.flatten().view(torch.uint8), expected.flatten().view(torch.uint8)
-        ), name
+    assert_same_bits(rounded(name, weight, "cpu"), by_operators)
 
 
 def weight_with_corners(rows, limit):

@@ -7,8 +7,7 @@ import runpy
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
+import child  # noqa: F401, finds the tests' modules
 import support.model_runner_v2  # noqa: F401, before vLLM
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ def main():
     for command, name, argv in zip(arguments[::3], arguments[1::3], arguments[2::3], strict=True):
         trainer = train(command, *parse(command, json.loads(argv)))
         trainers.append(trainer)
-        records[name] = {"step": trainer.state.global_step, "history": trainer.state.log_history}
+        records[name] = {"history": trainer.state.log_history}
     print_record(records)
 
 

@@ -72,9 +72,11 @@ def texts(count=16):
 
 
 def letters(completions, **kwargs):
-    return [
-        sum(ord(character) % 7 for character in str(completion)) / 8 for completion in completions
-    ]
+    rewards = []
+    for completion in completions:
+        numbers = [ord(character) % 7 for character in str(completion)]
+        rewards.append(sum(numbers) / 8)
+    return rewards
 
 
 def build(
@@ -114,24 +116,24 @@ def evaluated(trainer):
     it.
     """
     generation = trainer.vllm_generation
-    settings = (
+    names = (
         "temperature",
         "repetition_penalty",
         "structured_outputs_regex",
         "generation_kwargs",
     )
 
-    def now(names=settings):
+    def settings():
         return {name: getattr(generation, name) for name in names}
 
-    training = now(settings[:-1])
-    chat = [[{"role": "system", "content": "be brief"}, {"role": "user", "content": "1+1="}]]
+    chat = [question("1+1=")]
     own = {"temperature": 2.0, "stop": ["b"]}
     generation.generation_kwargs = (generation.generation_kwargs or {}) | own
+    training = settings()
     asked = {}
 
     def generate(prompts, **kwargs):
-        asked.update(prompts=prompts, settings=now())
+        asked.update(prompts=prompts, settings=settings())
         return type(generation).generate(generation, prompts=prompts, **kwargs)
 
     generation.generate = generate
@@ -139,5 +141,5 @@ def evaluated(trainer):
     return {
         "asked": asked,
         "trained_on": trainer._tokenize_prompts(chat * 4)[0],
-        "restored": now(settings[:-1]) == training,
+        "restored": settings() == training,
     }

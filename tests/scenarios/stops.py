@@ -33,8 +33,12 @@ def build(out, kind, model, settings, **given):
 
 def rows(trainer):
     """The rows of updates, without seconds."""
-    logged = [row for row in trainer.state.log_history if "loss" in row]
-    return [{k: v for k, v in row.items() if not k.startswith(NOT_REPEATED)} for row in logged]
+    updates = []
+    for row in trainer.state.log_history:
+        if "loss" in row:
+            repeated = [name for name in row if not name.startswith(NOT_REPEATED)]
+            updates.append({name: row[name] for name in repeated})
+    return updates
 
 
 def whole_and_resumed(out, kind, make, settings, make_critic=None, **given):
@@ -43,15 +47,23 @@ def whole_and_resumed(out, kind, make, settings, make_critic=None, **given):
     """
 
     def build_here(name):
-        critic = {"value_model": make_critic()} if make_critic else {}
-        return build(out / name, kind, make(), settings, **given, **critic)
+        if make_critic:
+            given["value_model"] = make_critic()
+        return build(out / name, kind, make(), settings, **given)
 
     whole = build_here("whole")
     whole.train()
     resumed = build_here("resumed")
     resumed.train(resume_from_checkpoint=f"{out}/whole/checkpoint-2")
-    adapters = list(resumed.model.peft_config) if isinstance(resumed.model, PeftModel) else []
+    adapters = []
+    if isinstance(resumed.model, PeftModel):
+        adapters = list(resumed.model.peft_config)
     return {"whole": rows(whole)[2:], "resumed": rows(resumed)[-2:], "adapters": adapters}
+
+
+def holds(state, stored):
+    """Whether a state has all that was stored, bit for bit."""
+    return all(torch.equal(state[name], tensor) for name, tensor in stored.items())
 
 
 def adapter(**settings):
@@ -123,7 +135,7 @@ def only_models(out):
     critic = resumed.accelerator.unwrap_model(resumed.critic.model).state_dict()
     return {
         "said": [text for text in heard.said if "scheduler.pt" in text],
-        "critic_is_loaded": all(torch.equal(stored[name], critic[name]) for name in stored),
+        "critic_is_loaded": holds(critic, stored),
     }
 
 
@@ -156,7 +168,7 @@ def best(out):
     for name in ("checkpoint-1", "checkpoint-3"):
         record[name] = []
         for stored, last in zip(weights(f"run/{name}"), final, strict=True):
-            record[name].append(all(torch.equal(stored[key], last[key]) for key in stored))
+            record[name].append(holds(last, stored))
     return record
 
 

@@ -13,7 +13,7 @@ from support.fake_server import HandedOver, NoStream
 from tiny import ENGINE, KEPT, stream_of, tiny_model, tiny_tokenizer
 from vllm import LLM
 
-from trl_qurl.quantization import SCHEMES, write_checkpoint
+from trl_qurl.quantization import write_checkpoint
 from trl_qurl.quantization.merging import model_parameters
 from trl_qurl.rollout.background import in_background
 from trl_qurl.rollout.checks.tensors import MeteredStream
@@ -36,7 +36,7 @@ def main(directory, name):
     torch.cuda.Stream = NoStream
     [worker] = engine.collective_rpc(lambda wrapper: wrapper.worker)
     worker.weight_transfer_engine = SimpleNamespace(model_update_group=between.receiver())
-    weights = stream_of(model, SCHEMES[name])
+    weights = stream_of(model, name)
     update = WeightUpdate("v1", digest=True, metadata=stream_metadata(weights))
     sent = MeteredStream(weights.tensors(model_parameters(model)), {})
     request = in_background(

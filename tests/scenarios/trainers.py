@@ -117,9 +117,11 @@ def main(package, directory):
     trainer = build("GRPO", directory)
     gc.collect()
     trainer.train()
-    record = {"run again": {"steps": trainer.state.global_step}}
+    record = {"run again": trainer.state.global_step}
     del trainer
-    print_record(record | {name: train(name, f"{directory}/{name}") for name in RUNS})
+    for name in RUNS:
+        record[name] = train(name, f"{directory}/{name}")
+    print_record(record)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
 """The cases: every format on every GPU, corners, and faults of vLLM that we repair or refuse."""
 
 import json
-from itertools import product
+from itertools import chain, product
 
 from simulated_gpu.engine import Case
 from simulated_gpu.platform import GPUS
 from trl_qurl.quantization.formats import FORMATS
 
-MATRIX = [Case(gpu, scheme.name) for scheme in FORMATS for gpu in GPUS]
+MATRIX = [Case(gpu, scheme.name) for scheme, gpu in product(FORMATS, GPUS)]
 
 MIXED_GPUS = ("A100", "RTX 40", "H100", "B200")
 
@@ -17,13 +17,20 @@ def mixed(scheme, other):
     return json.dumps({r"re:.*(layers\.1\.self_attn|down_proj)": other, "*": scheme})
 
 
-MIXED = {
-    (scheme, other): [Case(gpu, mixed(scheme, other)) for gpu in MIXED_GPUS]
-    for scheme, other in product(("int8", "fp8"), ("w8a16", "w4a16", "none"))
-}
+def experts(gpu, scheme, **settings):
+    """A mixture whose experts are quantized."""
+    return Case(gpu, scheme, "qwen3_moe", experts=True, **settings)
+
+
+MIXED = {}
+for scheme, other in product(("int8", "fp8"), ("w8a16", "w4a16", "none")):
+    MIXED[scheme, other] = [Case(gpu, mixed(scheme, other)) for gpu in MIXED_GPUS]
 """Two formats in one engine: eight bits, with other layers in a finer format, in a smaller one, or
 in 16 bits.
 """
+
+ON_THE_PAGE = [*MATRIX, *chain(*MIXED.values())]
+"""What the tables in docs/choosing.md show."""
 
 ALWAYS = {
     Case("A100", "int8"): {"qkv_proj": "CutlassInt8ScaledMMLinearKernel"},
@@ -56,19 +63,13 @@ CORNERS = [
     *(Case("H100", name, head=True) for name in ("int8", "fp8", "w4a16", "w8a16")),
     *(Case("H100", name, sleeps=True, cache="fp8") for name in ("int8", "fp8_block", "w4a16")),
     *(Case("H100", "fp8", sleeps=True, cache=f"{kind}_per_token_head") for kind in ("int8", "fp8")),
-    *(Case("H100", name, rank=rank) for name in ("int8", "fp8", "w4a16") for rank in (0, 1)),
+    *(Case("H100", name, rank=rank) for name, rank in product(("int8", "fp8", "w4a16"), (0, 1))),
     Case("A100", mixed("int8", "w4a16"), sleeps=True),
     Case("A100", "w4a16", "qwen3"),
-    *(
-        Case(gpu, name, "qwen3_moe", experts=True)
-        for gpu, names in {
-            "A100": ("int8", "w8a16", "w4a16"),
-            "RTX 40": ("fp8",),
-            "H100": ("int8", "fp8", "fp8_block"),
-        }.items()
-        for name in names
-    ),
-    Case("H100", "fp8", "qwen3_moe", experts=True, sleeps=True),
+    *(experts("A100", name) for name in ("int8", "w8a16", "w4a16")),
+    experts("RTX 40", "fp8"),
+    *(experts("H100", name) for name in ("int8", "fp8", "fp8_block")),
+    experts("H100", "fp8", sleeps=True),
     *(Case("H100", name, "qwen3_moe") for name in ("int8", "w4a16")),  # experts in 16 bits
 ]
 """Other settings that change which code runs. Not simulated: experts on Blackwell (DeepGEMM),
@@ -87,6 +88,6 @@ FAULTS = {
     ),
     # kernels' own tensors
     Case("H100", "fp8", "qwen3", backend="humming"): (FREED, "locks"),
-    Case("H100", "fp8", "qwen3_moe", experts=True): (FREED, "ab_strides1"),
+    experts("H100", "fp8"): (FREED, "ab_strides1"),
 }
 """Cases in which vLLM's own reload has a fault, its kind, and a part of its words."""

@@ -153,15 +153,17 @@ class Engine:
         with tempfile.TemporaryDirectory() as directory:
             writer = CheckpointWriter(plain_model(policy), tiny_tokenizer(), self.plan)
             writer.write(self.tensors_of(policy), Path(directory))
-            arguments = {
-                "dtype": "bfloat16",
-                "max_model_len": 128,
-                "kv_cache_dtype": case.cache,
-                "linear_backend": case.backend,
-                "seed": 0,
-                "enable_lora": case.adapter,
-            }
-            config = EngineArgs(directory, enforce_eager=True, **arguments).create_engine_config()
+            arguments = EngineArgs(
+                directory,
+                enforce_eager=True,
+                dtype="bfloat16",
+                max_model_len=128,
+                kv_cache_dtype=case.cache,
+                linear_backend=case.backend,
+                seed=0,
+                enable_lora=case.adapter,
+            )
+            config = arguments.create_engine_config()
             config.device_config.device = torch.device("cpu")
             config.device_config.device_type = "cpu"
             with set_current_vllm_config(config):
@@ -210,7 +212,8 @@ class Engine:
             owner = getattr(module, "scheme", None) or getattr(module, "quant_method", None)
             parts = [type(part).__name__ for part in vars(owner).values()] if owner else []
             kernels = [name for name in parts if "Kernel" in name]
-            if experts := getattr(owner, "experts_cls", None):
+            experts = getattr(owner, "experts_cls", None)
+            if experts:
                 kernels = [experts.__name__]
             if kernels:
                 names.setdefault(path.rpartition(".")[2], kernels[0])
