@@ -112,14 +112,14 @@ def child_environment(**extra):
     }
 
 
-def completed(*command, cwd=None, status=0, **extra):
-    """Run a command that must end with this status as a child process, and return it with what it
-    printed.
+def completed(*command, cwd=None, status=0, seconds=2400, **extra):
+    """Run a command as a child process, which must end with this status, and return it with what
+    it printed.
     """
     words = [*map(str, command)]
     environment = child_environment(**extra)
     done = subprocess.run(
-        words, cwd=cwd, env=environment, capture_output=True, text=True, timeout=2400
+        words, cwd=cwd, env=environment, capture_output=True, text=True, timeout=seconds
     )
     printed = done.stdout[-2000:] + done.stderr[-6000:]
     assert done.returncode == status, printed

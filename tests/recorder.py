@@ -86,7 +86,7 @@ class Recorder(TorchDispatchMode):
         [group] = groups or [dist.distributed_c10d._resolve_process_group(names[-1])]
         nbytes = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
         made = [operation, group.group_name, nbytes]
-        if operation != "barrier":  # whose number is its device
+        if operation != "barrier":  # a barrier's only number is its device
             made += [leaf for leaf in leaves if type(leaf) is int]  # the root
         self.total += 1
         self.meet(made, tuple(dist.get_process_group_ranks(group)))

@@ -125,10 +125,10 @@ def test_a_format_without_a_kernel_for_this_cpu_is_refused_and_an_inexact_one_na
         "For W4A16, vLLM.s CPU build has kernels only for CPUs with avx512_f, which this one "
         "lacks: choose"
     )
-    ends = pytest.raises(ValueError, match=message)
+    outcome = pytest.raises(ValueError, match=message)
     if ON_GPU:
-        ends = nullcontext()
-    with ends:
+        outcome = nullcontext()
+    with outcome:
         check_cpu_build(tiny_model().config, {"layer": get_scheme("w4a16")})
 
 
@@ -143,10 +143,10 @@ def test_experts_without_a_kernel_are_refused_with_the_pattern(has_amx):
     model = tiny_mixture("mixtral")
     check_cpu_build(model.config, make_plan(model, "int8", SIXTEEN_BIT_EXPERTS).schemes)
     check_cpu_build(model.config)
-    ends = nullcontext()
+    outcome = nullcontext()
     if not has_amx and not ON_GPU:
-        ends = pytest.raises(ValueError, match=r"INT8 experts only on .* AMX, .* add 're:")
-    with ends:
+        outcome = pytest.raises(ValueError, match=r"INT8 experts only on .* AMX, .* add 're:")
+    with outcome:
         check_cpu_build(model.config, make_plan(model, "int8").schemes)
 
 

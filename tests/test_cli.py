@@ -125,7 +125,7 @@ def test_control_c_is_one_line(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     options = f"-m trl_qurl quantize {tmp_path} {tmp_path}/out --scheme int8"
     command = [sys.executable, *options.split()]
-    done = completed(*command, status=130, PYTHONPATH=f"{tmp_path}:{ROOT}")
+    done = completed(*command, status=130, seconds=120, PYTHONPATH=f"{tmp_path}:{ROOT}")
     assert done.stderr == "\ntrl-qurl: interrupted\n"  # after the terminal's ^C
 
 

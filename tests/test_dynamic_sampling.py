@@ -32,7 +32,7 @@ def batch_of(*numbers, rows=ROWS):
 
 def fill(*numbers, rows=ROWS, **settings):
     """Fill a batch of these rows; the policy, and what it filled."""
-    accelerator = Accelerator(cpu=True)  # the arguments of a trainer reset what is shared
+    accelerator = Accelerator(cpu=True)  # a trainer's arguments reset what is shared
     policy = MadeUpPolicy(accelerator, GROUP_SIZE, PromptStream(rows, seed=0), **settings)
     return policy, policy.fill(batch_of(*numbers, rows=rows))
 

@@ -75,12 +75,12 @@ INFINITE = dict.fromkeys([KL, KL_ERROR, TAIL, ESS], math.inf)
 
 
 def tails(*counts):
-    """Small rollouts with so many tokens in the tail."""
+    """Rollouts with this many of 160 tokens in the tail."""
     return [{TAIL: count / 160} for count in counts]
 
 
 def drifting(metric, beyond, within):
-    """Two of five rollouts beyond a limit and three within it, until the last one."""
+    """Eight rollouts, of which only the last five have three beyond a limit."""
     values = [*[beyond] * 2, *[within] * 3, *[beyond] * 3]
     return [{metric: value} for value in values]
 
@@ -103,6 +103,7 @@ HISTORIES = [
     # 0.0149 < 3 * 0.005; a run's largest KL counts as 0.005 at least
     ([0.0004, 0.0049, 0.002, 0.0149], KL, []),
     ([0.0001, 0.0151], KL, [1]),
+    ([0.01, 0.031], KL, [1]),  # three times the run's largest
     ([0.0049, {KL: 0.02, KL_ERROR: 0.0013}], KL, []),  # four standard errors are noise
     ([0.0049, {KL: 0.02, KL_ERROR: 0.0012}], KL, [1]),
     ([0.09, 0.1], KL, [1]),  # the setting is a limit too

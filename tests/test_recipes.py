@@ -325,7 +325,8 @@ def test_saving_in_8_bits_needs_a_format(tmp_path):
 
 @pytest.fixture
 def checkpoints(tmp_path):
-    """Three checkpoints. The last one is incomplete."""
+    """Three checkpoints, the last one incomplete, and a directory without any."""
+    (tmp_path / "empty").mkdir()
     for step in (8, 16, 100):
         (tmp_path / f"checkpoint-{step}").mkdir()
     for step in (8, 16):

@@ -44,8 +44,8 @@ SHAPE = {
 LAUNCHES = {"int8": 86, "fp8": 57, "fp8_block": 64, "w4a16": 113, "w8a16": 92}
 VIEWS = {
     "view", "_unsafe_view", "t", "transpose", "permute", "expand", "slice", "select", "split", "split_with_sizes",
-    "unsqueeze", "squeeze", "detach", "alias", "as_strided", "unbind", "empty",
-    "empty_like", "new_empty", "empty_strided", "new_empty_strided", "device", "lift_fresh",
+    "unsqueeze", "squeeze", "detach", "alias", "as_strided", "unbind", "chunk", "unflatten", "_reshape_alias", "empty",
+    "empty_like", "new_empty", "empty_strided", "new_empty_strided", "device", "lift_fresh", "_local_scalar_dense",
 }  # fmt: skip
 
 

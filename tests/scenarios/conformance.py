@@ -51,8 +51,8 @@ def rewards(out):
         return contained(completions, answer)
 
     def sometimes(completions, **kwargs):
-        rewards = length(completions)
-        return [None if i % 2 else reward for i, reward in enumerate(rewards)]
+        scores = length(completions)
+        return [None if i % 2 else score for i, score in enumerate(scores)]
 
     counter = Counter()
     trainer = run(

@@ -7,7 +7,7 @@ import sys
 
 os.environ["TRITON_INTERPRET"] = "1"
 
-import child  # noqa: F401, finds the tests' modules
+import child  # noqa: F401, puts the tests' modules on the path
 import torch
 from tiny import assert_same_bits
 from triton.runtime import interpreter
@@ -36,6 +36,7 @@ def rounded(name, weight, device):
 
 
 def compare(name, weight):
+    print(name, flush=True)  # shown if it fails
     by_operators = rounded(name, weight, "cuda")
     assert_same_bits(rounded(name, weight, "cpu"), by_operators)
 

@@ -7,7 +7,7 @@ import runpy
 import sys
 from pathlib import Path
 
-import child  # noqa: F401, finds the tests' modules
+import child  # noqa: F401, puts the tests' modules on the path
 import support.model_runner_v2  # noqa: F401, before vLLM
 
 if __name__ == "__main__":

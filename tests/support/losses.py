@@ -21,7 +21,7 @@ SETTINGS = {
     "vllm_engine_kwargs": ENGINE,
 }
 PROMPTS = ["ab", "cd", "ef", "gh"]
-ROWS = [{"prompt": prompt} for prompt in sorted(PROMPTS * 4)]
+ROWS = [{"prompt": prompt} for prompt in PROMPTS for _ in range(4)]
 CAP = 2.0
 EPSILON_LOW = 0.2
 EPSILON_HIGH = 0.28
@@ -35,11 +35,11 @@ class OwnPass(QuRLGRPOTrainer):
 
 
 def vowels(completions, **kwargs):
-    shares = []
+    rewards = []
     for completion in completions:
         found = re.findall("[aeiou4567]", completion)
-        shares.append(len(found) / 8)
-    return shares
+        rewards.append(len(found) / 8)
+    return rewards
 
 
 def ready(trainer):
