@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import needs_avx512, needs_llmcompressor, selected
+from conftest import needs_avx512, needs_fp8_products, needs_llmcompressor, selected
 from support.training import (
     ADAPTER,
     SAME,
@@ -83,6 +83,8 @@ def marks(case):
     found = []
     if case.startswith("w4a16") or "FP8 cache" in case:
         found.append(needs_avx512)
+    if case == "fp8":
+        found.append(needs_fp8_products)
     if "llm-compressor" in case:
         found.append(needs_llmcompressor)
     if case in CORNERS:
