@@ -43,24 +43,25 @@ settings.load_profile("any machine")
 SHARED_DIRECTORY = "TRL_QURL_TESTS"
 """Variable with a directory of this run of pytest, the same for all of its workers."""
 
-LONGEST_FIRST = """\
-runner-v2
-server
-faults
-colocated
-notebooks
-adapter server
-matrix servers
-resume
-simulated gpu
-mismatch
-ppo
-evaluation
-saving
-trainer
-conformance
-recipes
-doctor""".splitlines()
+LONGEST_FIRST = (
+    "runner-v2",
+    "server",
+    "faults",
+    "colocated",
+    "notebooks",
+    "adapter server",
+    "matrix servers",
+    "resume",
+    "simulated gpu",
+    "mismatch",
+    "ppo",
+    "evaluation",
+    "saving",
+    "trainer",
+    "conformance",
+    "recipes",
+    "doctor",
+)
 """Groups of tests that take long. Workers take them first, in this order."""
 
 KNOWN_SKIPS = Path(__file__).parent / "known_skips.txt"
@@ -70,7 +71,7 @@ TESTS_PER_MINUTE = 450
 """Of `make test` with two cores, whose tests with engines take most of the time."""
 
 PROCESSOR = Path("/proc/cpuinfo").read_text()
-INSTRUCTIONS = os.environ.get("ONEDNN_MAX_CPU_ISA", PROCESSOR).lower()  # fewer as a laptop
+INSTRUCTIONS = os.environ.get("ONEDNN_MAX_CPU_ISA", PROCESSOR).lower()  # as a laptop, fewer
 
 needs_avx512 = pytest.mark.skipif(
     "avx512f" not in INSTRUCTIONS, reason="vLLM's CPU build has this for AVX-512 alone"

@@ -29,22 +29,23 @@ import types
 from contextlib import suppress
 from pathlib import Path
 
-PRELOADED = """\
-trl.rewards.accuracy_rewards
-trl.trainer.grpo_trainer
-vllm.entrypoints.llm
-vllm.entrypoints.openai.api_server
-vllm.model_executor.models.qwen2
-vllm.model_executor.models.registry
-vllm.v1.attention.backends.cpu_attn
-vllm.v1.core.sched.scheduler
-vllm.v1.engine.core
-vllm.v1.worker.cpu_worker
-transformers.models.qwen2.modeling_qwen2
-llmcompressor
-peft
-trl_qurl.trainers.grpo
-trl_qurl.trainers.ppo""".splitlines()
+PRELOADED = (
+    "trl.rewards.accuracy_rewards",
+    "trl.trainer.grpo_trainer",
+    "vllm.entrypoints.llm",
+    "vllm.entrypoints.openai.api_server",
+    "vllm.model_executor.models.qwen2",
+    "vllm.model_executor.models.registry",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.v1.core.sched.scheduler",
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.cpu_worker",
+    "transformers.models.qwen2.modeling_qwen2",
+    "llmcompressor",
+    "peft",
+    "trl_qurl.trainers.grpo",
+    "trl_qurl.trainers.ppo",
+)
 
 # The real Python starts everything else, such as `python -I`.
 SHIM = """#!{python} -IS

@@ -56,7 +56,8 @@ def test_every_tenth_rollout_is_printed(tmp_path, capsys):
     printed = {}
     for step in range(1, 21):
         recorder.on_log(args, SimpleNamespace(global_step=step), None, logs=logs, model=None)
-        if line := capsys.readouterr().out:
+        line = capsys.readouterr().out
+        if line:
             printed[step] = line.split()[:2]
     assert printed == {10: ["rollout", "10/20"], 20: ["rollout", "20/20"]}
 

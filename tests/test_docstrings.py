@@ -28,12 +28,12 @@ def functions(script):
             if thing.is_class:
                 things += thing.members.values()
     skipped = ("_", "on_", *CALLED_BY_THE_TRAINER)
-    functions = []
+    described = []
     for each in things:
         is_skipped = each.name.startswith(skipped) or each.path.startswith(TOLD_IN_PROSE)
         if each.is_function and not is_skipped:
-            functions.append(each)
-    return functions
+            described.append(each)
+    return described
 
 
 def test_arguments_results_and_errors_of_public_functions_are_described(functions):

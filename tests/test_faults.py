@@ -108,7 +108,7 @@ def test_the_noise_follows_from_the_seed_and_the_step(deployment):
     noise = [sampled(trainer, 3), sampled(trainer, 4), sampled(other, 3)]
     assert len({str(tokens) for tokens in noise}) == 3
     deployment.lose_and_wait()
-    # step 4 first: noise that went on where it was would be that of step 3
+    # Without a new seed, a server that has just started would repeat the noise of step 3.
     assert sampled(deployment.trainer(seed=1), 4) == noise[1], (
         "a server that was started again, or a resumed run"
     )

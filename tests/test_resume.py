@@ -60,21 +60,22 @@ NOISES = {
     "reseeded": ["--reseed", NOISE | {"seed": 1}],
 }
 
-NAMES = """\
-per_device_train_batch_size
-num_generations
-steps_per_generation
-num_iterations
-gradient_accumulation_steps
-beta
-vllm_importance_sampling_correction
-temperature
-cast_lm_head_to_fp32
-top_k
-top_p
-min_p
-vllm_structured_outputs_regex
-generation_kwargs""".splitlines()
+NAMES = (
+    "per_device_train_batch_size",
+    "num_generations",
+    "steps_per_generation",
+    "num_iterations",
+    "gradient_accumulation_steps",
+    "beta",
+    "vllm_importance_sampling_correction",
+    "temperature",
+    "cast_lm_head_to_fp32",
+    "top_k",
+    "top_p",
+    "min_p",
+    "vllm_structured_outputs_regex",
+    "generation_kwargs",
+)
 SHAPED = SimpleNamespace(**dict.fromkeys(NAMES, 2))
 
 engines = pytest.mark.xdist_group("resume")

@@ -57,7 +57,7 @@ def test_a_signal_ends_what_the_command_started_unless_it_kills(number, status, 
 import signal
 from pathlib import Path
 from trl_qurl.lab.processes import run_child
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup` has it ignored
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup` leaves it ignored
 run_child({command!r}, Path({str(log)!r}), print, every=600)
 """
     parent = subprocess.Popen([sys.executable, "-c", code])

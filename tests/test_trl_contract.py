@@ -51,9 +51,9 @@ OTHER_TRAINERS = [
 """Where docs/architecture.md says that `QuantizedEngineMixin` works."""
 
 NOT_PRIVATE = {
-    "_asdict",  # of named tuples
-    "_fields",  # too
-    "_replace",  # too
+    "_asdict",  # of a named tuple
+    "_fields",  # of a named tuple
+    "_replace",  # of a named tuple
     "_exit",  # of `os`
     "_version",  # how often a tensor was written to, documented by torch
     "_evaluate",  # of our callback; a trainer has one too
