@@ -2,6 +2,7 @@
 
 import copy
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -10,13 +11,16 @@ import torch
 from peft import LoraConfig, get_peft_model
 from tiny import tiny_model
 
+from benchmarks import real_model_exploration
 from benchmarks.objectives import contrasts, exploration, study, summary
 from benchmarks.objectives.centering import centering_term
 from benchmarks.objectives.coarse import CODE_BITS, add_coarse_schemes, round_activations
 from benchmarks.objectives.in_flight import update_in_flight, versions_of
 from benchmarks.objectives.one_run import LORA
 from benchmarks.objectives.recorder import BothPolicies
+from benchmarks.real_model import COARSE, EXPLORING
 from trl_qurl.lab.demo import evaluate, task, warm_start
+from trl_qurl.lab.runs import Run
 from trl_qurl.quantization.formats import SCHEMES, get_scheme
 from trl_qurl.rollout.results import Completions
 
@@ -111,6 +115,27 @@ def test_the_tables_of_exploration_are_those_of_the_page(capsys):
     assert len(rows) == 2 * 8
     assert [row for row in rows if row not in page] == []
     assert "of 48 differences" in printed
+
+
+@pytest.mark.parametrize(("seeds", "bold"), [(8, []), (9, ["entropy, 1-20"])])
+def test_differences_of_the_real_model_are_judged_once_all_declared_seeds_ran(seeds, bold):
+    """`naive` always has more entropy and less reward; only the former was declared."""
+    arms = {}
+    for arm in ("bf16", *(f"{bits}_{name}" for bits in COARSE for name in EXPLORING)):
+        gain = 0.1 if arm == "int4_naive" else 0.0
+        for seed in range(seeds):
+            noise = 0.01 * math.sin(seed * len(arm))
+            row = {"entropy": 1 + gain, "reward": 0.5 - gain, "mismatch/kl_k3": 0.01 + gain}
+            row = {name: value + noise for name, value in row.items()}
+            run = Run(Path(arm), {"full_precision": row["reward"]}, [row] * 40)
+            arms.setdefault(arm, {})[seed] = run
+    head, _, *lines = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in real_model_exploration.table(arms).splitlines()
+    ]
+    found = {line[0]: [head[i] for i, cell in enumerate(line) if "**" in cell] for line in lines}
+    assert found.pop("INT4, naive − 16 bits") == bold
+    assert [name for name, cells in found.items() if cells] == []
 
 
 @pytest.mark.parametrize("objective", ["naive", "tis"])
