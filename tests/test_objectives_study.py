@@ -123,7 +123,7 @@ def test_differences_of_the_real_model_are_judged_once_all_declared_seeds_ran(se
     arms = {}
     for arm in ("bf16", *(f"{bits}_{name}" for bits in COARSE for name in EXPLORING)):
         gain = 0.1 if arm == "int4_naive" else 0.0
-        for seed in range(seeds):
+        for seed in range(3 if arm.startswith("int4") else seeds):
             noise = 0.01 * math.sin(seed * len(arm))
             row = {"entropy": 1 + gain, "reward": 0.5 - gain, "mismatch/kl_k3": 0.01 + gain}
             row = {name: value + noise for name, value in row.items()}
