@@ -115,6 +115,10 @@ def test_the_tables_of_exploration_are_those_of_the_page(capsys):
     assert len(rows) == 2 * 8
     assert [row for row in rows if row not in page] == []
     assert "of 48 differences" in printed
+    real_model_exploration.main([])
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert len(rows) == 2 + 9
+    assert [row for row in rows if row not in page] == []
 
 
 @pytest.mark.parametrize(("seeds", "bold"), [(8, []), (9, ["entropy, 1-20"])])
