@@ -48,15 +48,14 @@ MEASURES: dict[str, Measure] = {
     ACCURACY: lambda run: run.settings["full_precision"],
     "KL, 1-20": mean_over("mismatch/kl_k3", 1, 20),
 }
-PAIRS = [
-    (f"{scheme}_{ours}", theirs.format(scheme))
-    for scheme in COARSE
-    for ours, theirs in (*((name, "bf16") for name in EXPLORING), ("naive_then_tis", "{}_tis"))
-]
+PAIRS: list[tuple[str, str]] = []
+for scheme in COARSE:
+    PAIRS += [(f"{scheme}_{name}", "bf16") for name in EXPLORING]
+    PAIRS.append((f"{scheme}_naive_then_tis", f"{scheme}_tis"))
 
 
 def is_declared(ours: str, theirs: str, measure: str) -> bool:
-    """Whether a difference is one of the six."""
+    """Return whether a difference is one of the six."""
     if measure == ENTROPY:
         return ours.endswith("_naive")
     return measure == ACCURACY and ours.endswith("_naive_then_tis")
