@@ -12,6 +12,7 @@ from peft import LoraConfig, get_peft_model
 from reference_loss import reference_objective
 from support import losses
 from support.building import reward
+from support.deployment import before
 from support.losses import (
     CAP,
     EPSILON_HIGH,
@@ -531,6 +532,14 @@ def test_weights_that_no_sync_has_sent_are_sent_before_tokens_are_sampled(traine
         versions.append(generation.sync.version)
     assert versions[0] == versions[1]
     assert len({*versions}) == 3
+    # Synced in the middle of a generation, as in sleep mode and after a server's fault.
+    sample = before(generation._sample, generation.sync.push)
+    monkeypatch.setattr(generation, "_sample", sample)
+    rollout_of(trainer)
+    version = generation.sync.version
+    trainer.model.model.norm.weight.data += 1e-3
+    rollout_of(trainer)
+    assert generation.sync.version != version
 
 
 def test_after_a_sync_that_failed_the_weights_are_sent_again(trainer):

@@ -214,9 +214,6 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         """
         if not self.sync.is_current():
             QuantizedVLLMGeneration.sync_weights(self)
-            # The first answer after a sync trusts torch's counters, which a fused optimizer leaves
-            # as they are: the next rollout needs the second.
-            self.sync.is_current()
         return self.generate_from_sent(*args, **kwargs)
 
     def generate_from_sent(self, *args: Any, **kwargs: Any) -> Completions:
@@ -232,6 +229,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
             result = self.group.run(lambda: self._sample(*args, **kwargs))
             # A server that restarted in the meantime answered from other weights.
             self.group.run(self.sync.require_version)
+        self.sync.is_unused = False
         self.cost.generate_s -= self.cost.sync_s - synced_before  # in sleep mode, the parent syncs
         self.cost.tokens += sum(len(completion) for completion in result.completion_ids)
         return result

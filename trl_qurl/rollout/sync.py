@@ -64,7 +64,7 @@ class WeightSync:
         self.needs_proof = False
         self.unchanged_since = 0  # step of the first sync that sent the same weights as the last
         self._sent: SentWeights | None = None
-        self._is_new = False  # whether nothing has asked about these weights yet
+        self.is_unused = False  # whether nothing was sampled from these weights yet
         self._run = uuid.uuid4().hex[:8]
         self._count = 0
 
@@ -148,7 +148,7 @@ class WeightSync:
         if not is_unchanged:
             self.unchanged_since = now.step
         self._sent = now
-        self._is_new = True
+        self.is_unused = True
 
     def unchanged_steps(self) -> range:
         """Return the steps before the last sync that changed no weight since an earlier sync."""
@@ -158,19 +158,18 @@ class WeightSync:
     def is_current(self) -> bool:
         """Return whether the policy is as it was sent. A collective operation.
 
-        The first time after a sync, which has just read the weights, what torch has counted since
-        then is enough. Later, they are read again.
+        Right after a sync, which has just read the weights, what torch has counted since then is
+        enough. Once tokens were sampled from them, they are read again: a fused optimizer leaves
+        torch's counters as they are.
         """
         gathered: list[bool] = gather_object([self._is_as_sent()])
         return all(gathered)
 
     def _is_as_sent(self) -> bool:
         sent = self._sent
-        is_new = self._is_new
-        self._is_new = False
         if sent is None or sent.fingerprint.changes != counted_changes(self.route.model):
             return False
-        if is_new:
+        if self.is_unused:
             return True
         with self.cost.timed("check_s"):
             return sent.fingerprint == fingerprint(self.route.model)
