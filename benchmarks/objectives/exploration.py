@@ -1,5 +1,4 @@
-"""Does rounding help the policy explore? Early and later in the stored runs, with one and with four
-updates per rollout.
+"""Does rounding help the policy explore? Stored runs, early and later, compared with 16 bits.
 
     python -m benchmarks.objectives.exploration
 

@@ -192,7 +192,10 @@ def score(model: PreTrainedModel, answers: Iterable[Answer]) -> Iterator[Scored]
 
 
 def simulate(model: PreTrainedModel, answers: Iterable[Answer], cache: str) -> Iterator[Scored]:
-    """Score a token that the model with a rounded cache samples at each position of the answers."""
+    """Score a token that the model with a rounded cache samples at each position of the answers.
+
+    Their KL is exact, as both distributions are known.
+    """
     generator = torch.Generator().manual_seed(0)
     for answer in answers:
         if not answer.tokens:
@@ -200,8 +203,10 @@ def simulate(model: PreTrainedModel, answers: Iterable[Answer], cache: str) -> I
         with rounded_cache(model, cache):
             rounded = all_logps(model, answer)
         sampled = torch.multinomial(rounded.exp(), 1, generator=generator).squeeze(-1)  # (T,)
-        log_ratio = logps_of(all_logps(model, answer), sampled) - logps_of(rounded, sampled)
-        yield Scored(tuple(answer.prompt), log_ratio)
+        exact = all_logps(model, answer)
+        log_ratio = logps_of(exact, sampled) - logps_of(rounded, sampled)
+        kl = (rounded.exp() * (rounded - exact)).sum(-1).double().cpu()
+        yield Scored(tuple(answer.prompt), log_ratio, kl)
 
 
 def all_logps(model: PreTrainedModel, answer: Answer) -> torch.Tensor:

@@ -117,9 +117,14 @@ def check_arguments(args: argparse.Namespace) -> None:
     check_model(args.model)
     check_output(args.output)
     check_positive(args, "limit", "samples", "max_tokens")
-    for cache in args.kv:
-        if cache not in MEASURED_CACHES:
-            raise ValueError(f"--kv is {cache!r}: use {', '.join(MEASURED_CACHES)}.")
+    if not {*args.kv} <= {*MEASURED_CACHES} or len({*args.kv}) < len(args.kv):
+        raise ValueError(
+            f"--kv is {','.join(args.kv)}: list some of {', '.join(MEASURED_CACHES)}, each once."
+        )
+    if args.kv and "kv_cache_dtype" in args.engine_kwargs:
+        raise ValueError(
+            "--kv compares caches with one in 16 bits: leave kv_cache_dtype out of --engine-kwargs."
+        )
     if args.kl is None:
         candidates(args.scheme)
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from trl_qurl.lab.comparison import BASELINE, label, new_table
@@ -34,7 +35,7 @@ def build_table(report: Report) -> Table:
         "tokens."
     )
     table = new_table(title, caption, ["format"], ("KL", "kernels", "ρ 0.1-99.9 %", "ρ > C", "ESS"))
-    caches = {f"cache, {name}": mismatch for name, mismatch in report.caches.items()}
+    caches = {f"cache {name}": mismatch for name, mismatch in report.caches.items()}
     for name, mismatch in {**report.formats, **caches}.items():
         low, *_, high = mismatch.ratio_quantiles.values()
         kl = mismatch.kl_k3
@@ -42,7 +43,7 @@ def build_table(report: Report) -> Table:
         if name not in (BASELINE, *caches) and kl.value > 0:
             share = f"{min(1.0, report.by_kernels / kl.value):.0%}"
         table.add_row(
-            label(name),
+            name if name in caches else label(name),
             f"{thousandths(kl.value)} ± {thousandths((kl.high - kl.low) / 2)}",
             share,
             f"{low:.2f}-{high:.2f}",
@@ -124,16 +125,28 @@ def verdict(mismatch: Mismatch) -> str:
 
 
 def cache_verdict(report: Report, cache: str) -> str:
-    """Recommend a cache if its KL is not above that of the weights (docs/mismatch.md)."""
-    kls = {
-        name: mismatch.kl_k3.value for name, mismatch in report.formats.items() if name != BASELINE
+    """Recommend a cache if its KL is below that of the weights (docs/mismatch.md).
+
+    The 95 % interval of their difference comes from both of theirs, as in G. Zou and A. Donner,
+    "Construction of confidence limits about effect measures" (2008).
+    """
+    weights = {
+        name: mismatch.kl_k3 for name, mismatch in report.formats.items() if name != BASELINE
     }
-    finest = min(kls, key=kls.__getitem__)
-    kl = report.caches[cache].kl_k3.value
-    figures = f"that of {label(finest)} weights, {kls[finest]:.2g}"
-    if kl > kls[finest]:
-        return f"Cache {cache}: leave kv_cache_dtype out: its KL of {kl:.2g} is above {figures}."
-    return f"Cache {cache}: fine beside the weights: its KL of {kl:.2g} is not above {figures}."
+    finest = min(weights, key=lambda name: weights[name].value)
+    theirs = weights[finest]
+    ours = report.caches[cache].kl_k3
+    kl = f"Cache {cache}: its KL of {ours.value:.2g} is"
+    figures = f"that of {label(finest)} weights, {theirs.value:.2g}"
+    excess = ours.value - theirs.value
+    if excess > math.hypot(ours.value - ours.low, theirs.high - theirs.value):
+        return f"{kl} above {figures}: leave kv_cache_dtype out."
+    if -excess > math.hypot(ours.high - ours.value, theirs.value - theirs.low):
+        return f"{kl} below {figures}: fine beside them."
+    return (
+        f"{kl} not clearly above or below {figures}: leave kv_cache_dtype out, or measure with "
+        "more prompts."
+    )
 
 
 def thousandths(nats: float) -> str:
