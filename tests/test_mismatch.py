@@ -124,9 +124,9 @@ REPORT = """\
  cache int8_per_token_head           0.1 ± 0.3       -    0.37-2.22 25.00% 78.0%
  cache fp8_per_token_head, simulated   2 ± 500       -    0.37-2.22 25.00% 78.0%
 
-KL in 1e-3 nats per token (k3) with 95 % intervals; ρ: policy over engine; C = 2;
-kernels: share of the KL that a 16-bit engine has, too; ESS: effective sample
-size of tokens.
+KL in 1e-3 nats per token (k3; exact if simulated) with 95 % intervals; ρ: policy
+over engine; C = 2; kernels: share of the KL that a 16-bit engine has, too; ESS:
+effective sample size of tokens.
  Sources of the KL: the first 2 of 2
 
  layers           finer   KL MB taken

@@ -30,7 +30,7 @@ def build_table(report: Report) -> Table:
     first = next(iter(report.formats.values()))
     title = f"{report.model}: {first.answers} answers of {first.tokens / first.answers:.0f} tokens"
     caption = (
-        f"KL in 1e-3 nats per token (k3) with 95 % intervals; ρ: policy over engine; C = {CAP:g}; "
+        f"KL in 1e-3 nats per token (k3; exact if simulated) with 95 % intervals; ρ: policy over engine; C = {CAP:g}; "
         "kernels: share of the KL that a 16-bit engine has, too; ESS: effective sample size of "
         "tokens."
     )
@@ -128,7 +128,8 @@ def cache_verdict(report: Report, cache: str) -> str:
     """Recommend a cache if its KL is below that of the weights (docs/mismatch.md).
 
     The 95 % interval of their difference comes from both of theirs, as in G. Zou and A. Donner,
-    "Construction of confidence limits about effect measures" (2008).
+    "Construction of confidence limits about effect measures" (2008). It takes the two as
+    independent; a single answer has no interval, and decides nothing.
     """
     weights = {
         name: mismatch.kl_k3 for name, mismatch in report.formats.items() if name != BASELINE
@@ -139,9 +140,9 @@ def cache_verdict(report: Report, cache: str) -> str:
     kl = f"Cache {cache}: its KL of {ours.value:.2g} is"
     figures = f"that of {label(finest)} weights, {theirs.value:.2g}"
     excess = ours.value - theirs.value
-    if excess > math.hypot(ours.value - ours.low, theirs.high - theirs.value):
+    if excess > math.hypot(ours.value - ours.low, theirs.high - theirs.value) > 0:
         return f"{kl} above {figures}: leave kv_cache_dtype out."
-    if -excess > math.hypot(ours.high - ours.value, theirs.value - theirs.low):
+    if -excess > math.hypot(ours.high - ours.value, theirs.value - theirs.low) > 0:
         return f"{kl} below {figures}: fine beside them."
     return (
         f"{kl} not clearly above or below {figures}: leave kv_cache_dtype out, or measure with "
