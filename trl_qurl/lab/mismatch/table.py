@@ -30,9 +30,9 @@ def build_table(report: Report) -> Table:
     first = next(iter(report.formats.values()))
     title = f"{report.model}: {first.answers} answers of {first.tokens / first.answers:.0f} tokens"
     caption = (
-        f"KL in 1e-3 nats per token (k3; exact if simulated) with 95 % intervals; ρ: policy over engine; C = {CAP:g}; "
-        "kernels: share of the KL that a 16-bit engine has, too; ESS: effective sample size of "
-        "tokens."
+        "KL in 1e-3 nats per token (k3; exact if simulated) with 95 % intervals; ρ: policy over "
+        f"engine; C = {CAP:g}; kernels: share of the KL that a 16-bit engine has, too; ESS: "
+        "effective sample size of tokens."
     )
     table = new_table(title, caption, ["format"], ("KL", "kernels", "ρ 0.1-99.9 %", "ρ > C", "ESS"))
     caches = {f"cache {name}": mismatch for name, mismatch in report.caches.items()}
