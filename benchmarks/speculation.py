@@ -159,8 +159,9 @@ def main() -> None:
     parser.add_argument("drafter", help="a checkpoint of the same model, in any format")
     parser.add_argument("-o", "--output", type=Path, required=True)
     args = parser.parse_args()
-    # by the module's name, under which the child finds it
     from benchmarks.provenance import provenance
+
+    # Under this name, not that of the script, another process finds the function.
     from benchmarks.speculation import sample
 
     answer = partial(sample, args.model, args.drafter)

@@ -527,7 +527,8 @@ def test_weights_that_no_sync_has_sent_are_sent_before_tokens_are_sampled(traine
     versions = [generation.sync.version]
     monkeypatch.setattr(generation, "sync_weights", lambda: None)
     # The first is synced again in the middle, as in sleep mode and after a server's fault.
-    monkeypatch.setattr(generation, "_sample", before(generation._sample, generation.sync.push))
+    llm = generation.llm
+    monkeypatch.setattr(llm, "generate", before(llm.generate, generation.sync.push))
     for change in (0.0, 1e-3, 0.0, 1e-3, 1e-3):  # uncounted by torch, as of a fused optimizer
         trainer.model.model.norm.weight.data += change
         rollout_of(trainer)

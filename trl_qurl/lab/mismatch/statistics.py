@@ -61,10 +61,7 @@ def measure(scored: Sequence[Scored]) -> Mismatch:
             "`trl-qurl doctor`."
         )
     ratios = flat.exp()
-    kl_k3 = interval(
-        scored,
-        [row.log_ratio.expm1() - row.log_ratio if row.kl is None else row.kl for row in scored],
-    )
+    kl_k3 = interval(scored, [kl_of(row) for row in scored])
     return Mismatch(
         answers=len(scored),
         tokens=len(ratios),
@@ -73,6 +70,13 @@ def measure(scored: Sequence[Scored]) -> Mismatch:
         capped_share=float((ratios > CAP).double().mean()),
         ess=float(ratios.sum() ** 2 / (len(ratios) * ratios.square().sum())),
     )
+
+
+def kl_of(row: Scored) -> torch.Tensor:
+    """Return the KL at each token of an answer: exact if known, else its estimate k3, (T,)."""
+    if row.kl is not None:
+        return row.kl
+    return row.log_ratio.expm1() - row.log_ratio
 
 
 def interval(scored: Sequence[Scored], values: Sequence[torch.Tensor]) -> Estimate:

@@ -140,9 +140,11 @@ def cache_verdict(report: Report, cache: str) -> str:
     kl = f"Cache {cache}: its KL of {ours.value:.2g} is"
     figures = f"that of {label(finest)} weights, {theirs.value:.2g}"
     excess = ours.value - theirs.value
-    if excess > math.hypot(ours.value - ours.low, theirs.high - theirs.value) > 0:
+    margin_above = math.hypot(ours.value - ours.low, theirs.high - theirs.value)
+    margin_below = math.hypot(ours.high - ours.value, theirs.value - theirs.low)
+    if excess > margin_above > 0:
         return f"{kl} above {figures}: leave kv_cache_dtype out."
-    if -excess > math.hypot(ours.high - ours.value, theirs.value - theirs.low) > 0:
+    if -excess > margin_below > 0:
         return f"{kl} below {figures}: fine beside them."
     return (
         f"{kl} not clearly above or below {figures}: leave kv_cache_dtype out, or measure with "
